@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.machine import machine
 from benchmarks.report import aligned, heading
-from hvdlite.tools.advise import Strategy, parse_strategy
+from hvdlite.tools.advise import TrainingStrategy, parse_strategy
 from hvdlite.tools.advise.report import ms, size
 from hvdlite.tools.advise.strategies import USUAL
 from tests.support.hosts import Hosts, hosts, why_not
@@ -46,7 +46,7 @@ def run(on: Hosts, *words: str) -> str:
     return done.stdout
 
 
-def predict(on: Hosts, strategies: Sequence[Strategy], folder: Path) -> dict[str, Any]:
+def predict(on: Hosts, strategies: Sequence[TrainingStrategy], folder: Path) -> dict[str, Any]:
     """Return what ``hvdlite advise --json`` writes."""
     path = folder / "advice.json"
     words = ["-m", "hvdlite", "advise", PROGRAM, "-np", "2", *ON_BOTH, "--json", str(path)]
@@ -57,7 +57,7 @@ def predict(on: Hosts, strategies: Sequence[Strategy], folder: Path) -> dict[str
     return found
 
 
-def measure(on: Hosts, strategy: Strategy, steps: int) -> dict[str, float]:
+def measure(on: Hosts, strategy: TrainingStrategy, steps: int) -> dict[str, float]:
     """Return the seconds and bytes of a step of a strategy."""
     every = int(strategy.number) if strategy.kind in ("localsgd", "diloco") else 1
     whole = -(-steps // every) * every

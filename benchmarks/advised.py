@@ -19,13 +19,13 @@ import torch
 import hvdlite_torch as hvd
 from examples.torch_gpt_text import GPT, load, summed_loss
 from hvdlite.async_sgd.training.options import Servers
-from hvdlite.tools.advise import Strategy, parse_strategy
+from hvdlite.tools.advise import TrainingStrategy, parse_strategy
 
 BATCH, CONTEXT, LAYERS, WIDTH = 8, 64, 4, 128
 """The windows of a rank, and the sizes of the model: those that `examples/torch_gpt_text.py` has on two ranks."""
 
 
-def wrap(strategy: Strategy, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Any:
+def wrap(strategy: TrainingStrategy, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Any:
     """Return the optimizer of a strategy."""
     number, named = strategy.number, model.named_parameters()
     if strategy.kind in ("sync", "async"):

@@ -42,7 +42,7 @@ from hvdlite.gradients.header import WORDS
 from hvdlite.operations import Signature
 from hvdlite.operations.negotiation.controller import FANOUT, Controller
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
-from hvdlite.tools.advise.link import Link, parse_link
+from hvdlite.tools.advise.link import NetworkLink, parse_link
 from hvdlite.tools.doctor import predict as doctor
 
 RANKS = (8, 64, 128, 256, 512, 1024)
@@ -65,8 +65,8 @@ class Machine:
     """
 
     costs: Costs
-    control: Link
-    inside: Link
+    control: NetworkLink
+    inside: NetworkLink
     reduction: float
 
 
@@ -74,8 +74,8 @@ def as_machine(found: dict[str, Any]) -> Machine:
     """Return what `benchmarks.message_costs` has measured."""
     costs = Costs(**{name: found[name] for name in Costs.__dataclass_fields__})
     (largest,) = list(found["links"])[-1:]
-    inside = Link(*found["links"][largest])
-    return Machine(costs, Link(found["latency"], inside.seconds_per_byte), inside, found["adds"][largest])
+    inside = NetworkLink(*found["links"][largest])
+    return Machine(costs, NetworkLink(found["latency"], inside.seconds_per_byte), inside, found["adds"][largest])
 
 
 # What is simulated
@@ -189,7 +189,9 @@ def agreement_on_paper(ranks: int, per_host: int, between: float, inside: float,
     return costs.announce + costs.step + longest
 
 
-def exchange_on_paper(hosts: int, per_host: int, elements: int, link: Link, reduction: float, costs: Costs) -> float:
+def exchange_on_paper(
+    hosts: int, per_host: int, elements: int, link: NetworkLink, reduction: float, costs: Costs
+) -> float:
     """Return the seconds of an exchange. Each of the ranks of a host has its part of the link all the time."""
     nbytes, most = elements * _ITEM, Plan().message_bytes
     own = nbytes / per_host
@@ -205,7 +207,7 @@ def exchange_on_paper(hosts: int, per_host: int, elements: int, link: Link, redu
     return seconds
 
 
-def exchange_by_doctor(ranks: int, per_host: int, elements: int, link: Link, here: Machine) -> float:
+def exchange_by_doctor(ranks: int, per_host: int, elements: int, link: NetworkLink, here: Machine) -> float:
     """Return what ``hvdlite doctor`` would predict with the same figures."""
     said = {"copy": here.costs.copy, "meeting": here.costs.meeting, "link": None}
     profile = doctor.made_up(elements, 1.0, [0] * per_host, said)
@@ -228,7 +230,7 @@ def simulate(
         local = min(per_host, count)
         between = link if hosts > 1 else here.inside
 
-        def cluster(inside: Link, link: Link = link, hosts: int = hosts, local: int = local) -> Cluster:
+        def cluster(inside: NetworkLink, link: NetworkLink = link, hosts: int = hosts, local: int = local) -> Cluster:
             return Cluster(hosts, local, link, inside, here.costs, values=False)
 
         paper = agreement_on_paper(count, local, link.latency, here.control.latency, here.costs)
@@ -262,7 +264,7 @@ def check(found: dict[str, Any], ranks: int, two: dict[str, Any]) -> list[dict[s
             own.allreduce(without_values(int(nbytes) // _ITEM), ReduceOp.SUM)
 
         # Within a host a message takes nobody else's time. But a rank takes in one after the other, so it counts as a host.
-        link = Link(*two["links"][nbytes])
+        link = NetworkLink(*two["links"][nbytes])
         return Cluster(ranks, 1, link, link, here.costs, values=False).run(program)[0]
 
     rows = [("agreement", found["agreement"], agreement(Cluster(1, ranks, here.control, here.control, here.costs)))]

@@ -21,7 +21,7 @@ import numpy as np
 
 from hvdlite.protocols import Array, Combine
 from hvdlite.protocols.transport import ANY, Request
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 
 T = TypeVar("T")
 
@@ -184,8 +184,8 @@ class Cluster:
         self,
         hosts: int,
         per_host: int,
-        between: Link,
-        inside: Link,
+        between: NetworkLink,
+        inside: NetworkLink,
         costs: Costs = Costs(),  # it cannot change
         values: bool = True,
     ) -> None:

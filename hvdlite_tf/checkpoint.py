@@ -15,7 +15,7 @@ import keras
 
 from hvdlite.adapter.arguments import rank_in, size_of
 from hvdlite.adapter.few_bytes.resumed import share_of
-from hvdlite.adapter.pipeline.stages import Stages
+from hvdlite.adapter.pipeline.stages import StageRanks
 from hvdlite.api import Sum
 from hvdlite.checkpoint import Loaded, load, save, wait
 from hvdlite.checkpoint.states import Snapshot, StateDict, Stateful
@@ -54,7 +54,7 @@ def stateful(value: Any) -> Stateful | None:
     if all(hasattr(type(value), name) for name in ("weights", "get_config", "call")):
         return _ModelState(value)
     if hasattr(value, "apply_gradients") and hasattr(value, "iterations"):
-        return _OptimizerState(value)
+        return _KerasOptimizerState(value)
     return StateDict(value) if hasattr(value, "load_state_dict") else None  # a module of torch is a layer of Keras, too
 
 
@@ -64,7 +64,7 @@ def has_own_state(optimizer: Any) -> bool:
     return optimizer_parts.local_steps_of(optimizer) is not None or has_own_sums(optimizer) or bool(exchange())
 
 
-class _OptimizerState:
+class _KerasOptimizerState:
     """The state of one optimizer: its variables, and what it remembers of the exchange of gradients."""
 
     copies = False  # TensorFlow may take memory as it is
@@ -77,7 +77,7 @@ class _OptimizerState:
         return _members_of(self.stages)
 
     @property
-    def stages(self) -> Stages | None:
+    def stages(self) -> StageRanks | None:
         """The model in stages that the optimizer trains; None if all ranks have the whole model."""
         return stages_of(_trained_by(self.optimizer))
 
@@ -162,7 +162,7 @@ class _OptimizerState:
         sums = [None if each is None else [each[place] for place in sorted(each, key=int)] for each in everybody]
         load_sums(whole, optimizer, sums, value.get("summed", False), rank, ranks)
 
-    def _trained_before(self, stages: Stages) -> int:
+    def _trained_before(self, stages: StageRanks) -> int:
         """Return how many variables the optimizers of the stages before train. All ranks of the model call this."""
         own = _trained_by(self.optimizer)
         here = place_of(own[0])
@@ -180,14 +180,14 @@ class _ModelState:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._optimizers = [_OptimizerState(each) for each in optimizer_parts.optimizers_in(model)]
+        self._optimizers = [_KerasOptimizerState(each) for each in optimizer_parts.optimizers_in(model)]
 
     @property
     def parts_of(self) -> tuple[int, ...]:
         return _members_of(self._stages)
 
     @property
-    def _stages(self) -> Stages | None:
+    def _stages(self) -> StageRanks | None:
         return stages_of(self._model.weights) if self._model.built else None
 
     def snapshot(self, rank: int) -> Snapshot:
@@ -286,7 +286,7 @@ def _by_place(weights: Sequence[Any]) -> _Group:
     return dict(enumerate(weights) if stages_of(weights) is None else ((place_of(each), each) for each in weights))
 
 
-def _members_of(stages: Stages | None) -> tuple[int, ...]:
+def _members_of(stages: StageRanks | None) -> tuple[int, ...]:
     return () if stages is None else tuple(stages.process_set.members)
 
 

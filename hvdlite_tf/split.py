@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hvdlite
-from hvdlite.adapter.pipeline.stages import Stages
+from hvdlite.adapter.pipeline.stages import StageRanks
 from hvdlite.errors import ArgumentError
 from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_tf.variables import plain_variable
@@ -14,7 +14,7 @@ from hvdlite_tf.variables import plain_variable
 _NOTE = "_hvdlite_stage"
 
 
-def note(stages: Stages, variables: Iterable[Any], first: int) -> None:
+def note(stages: StageRanks, variables: Iterable[Any], first: int) -> None:
     """Note that variables are the weights of this rank's stage.
 
     Args:
@@ -27,7 +27,7 @@ def note(stages: Stages, variables: Iterable[Any], first: int) -> None:
             setattr(each, _NOTE, (stages, place))
 
 
-def stages_of(variables: Sequence[Any]) -> Stages | None:
+def stages_of(variables: Sequence[Any]) -> StageRanks | None:
     """Return the stages whose weights variables are; None if all ranks have them.
 
     Raises:
@@ -42,7 +42,7 @@ def stages_of(variables: Sequence[Any]) -> Stages | None:
             f"weights of {len(found)} models in stages, and {others} weights of none: this is done with those of one model "
             "only. Do it with each for itself, such as model=pipeline."
         )
-    stages: Stages = found.pop()
+    stages: StageRanks = found.pop()
     return stages
 
 

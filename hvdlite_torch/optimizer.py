@@ -24,7 +24,7 @@ from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.driver import StepDriver
 from hvdlite_torch.step.gradient_sync import GradientSync
-from hvdlite_torch.step.options import Options, Shard, StepsWith
+from hvdlite_torch.step.options import OptimizerOptions, Shard, StepsWith
 from hvdlite_torch.step.shardable import check_independent, check_shardable
 from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.step_guard import guarded
@@ -124,7 +124,7 @@ def DistributedOptimizer(
         _check_names(optimizer, named)
     _check_groups(optimizer, groups if groups is not None else num_groups)
     compression, aggregator = combined_by(compression, aggregator)
-    options = Options(
+    options = OptimizerOptions(
         op,
         process_set,
         compression,
@@ -199,7 +199,7 @@ def _check_optimizer(given: object) -> None:
     raise ArgumentError(f"DistributedOptimizer wraps an optimizer of torch; got {what}. Write {advice}.")
 
 
-def _check_sliced(optimizer: torch.optim.Optimizer, options: Options) -> None:
+def _check_sliced(optimizer: torch.optim.Optimizer, options: OptimizerOptions) -> None:
     """Raise UnsupportedTensorError if a parameter is a DTensor, and the arguments need whole parameters."""
     sliced = [p for group in optimizer.param_groups for p in group["params"] if is_sliced(p)]
     if not sliced:

@@ -22,7 +22,7 @@ from hvdlite.adapter.advice import Advice, Values, say, see
 from hvdlite.adapter.buckets import Buckets
 from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import Identity, meet
-from hvdlite.adapter.tables import Rows, exchange_rows
+from hvdlite.adapter.tables import TableRows, exchange_rows
 from hvdlite.api import Adasum, allgather_object, allreduce, world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
 from hvdlite.gradients.aggregator import Aggregator
@@ -39,7 +39,7 @@ UNKNOWN = -1
 """A dimension that is known only when a function runs."""
 
 Gradient = Any
-"""An array, a tensor of a `Device`, `Rows`, or None."""
+"""An array, a tensor of a `Device`, `TableRows`, or None."""
 
 
 class NewLayout(Exception):
@@ -56,7 +56,7 @@ class ArraySync:
         op: Average, Sum, or Adasum.
         process_set: The ranks that participate; all if None.
         channel: A name, or empty. If it is a name, exchanges of other channels may run at the same time.
-        sparse: Whether some rank may have `Rows`.
+        sparse: Whether some rank may have `TableRows`.
         identity: The identity of the optimizer whose gradients these are; None without an optimizer.
         aggregator: Combines the gradients; None for their (weighted) sum.
         numbers: The number by which the aggregator knows each source; the places of `infos` by default.
@@ -159,7 +159,7 @@ class ArraySync:
             device: The device of the dense gradients; None for host memory. None for Adasum.
 
         Returns:
-            For each source an array (or a tensor of `device`) or `Rows`; None if no rank has a gradient.
+            For each source an array (or a tensor of `device`) or `TableRows`; None if no rank has a gradient.
 
         Raises:
             NewLayout: Some rank refuses. Raised on all ranks; nothing is changed.
@@ -177,7 +177,7 @@ class ArraySync:
         rates, key = (self._identity.rates(), self._identity.key) if self._identity is not None else ((), None)
         while True:
             dense = [i for i in range(len(own)) if i not in self._tables]
-            new = [i for i in dense if isinstance(own[i], Rows)]
+            new = [i for i in dense if isinstance(own[i], TableRows)]
             try:
                 found = self._exchange_dense(
                     registry,
@@ -309,7 +309,7 @@ def zeros(info: TensorInfo) -> Array:
 
 def as_array(info: TensorInfo, gradient: Gradient) -> Array:
     """Return any gradient of a source as an array; rows of equal index are summed. `info` is the source's dtype and shape."""
-    if isinstance(gradient, Rows):
+    if isinstance(gradient, TableRows):
         whole = zeros(info)
         np.add.at(whole, gradient.indices, gradient.values)
         return whole
@@ -319,7 +319,7 @@ def as_array(info: TensorInfo, gradient: Gradient) -> Array:
 
 def _in_host_memory(gradient: Gradient, device: Device) -> Gradient:
     """Return the gradient of a table in host memory, where the ranks gather their rows. A dense gradient is copied there."""
-    if gradient is None or isinstance(gradient, Rows):
+    if gradient is None or isinstance(gradient, TableRows):
         return gradient
     array = device.to_host(device.flat(gradient)).reshape(tuple(gradient.shape))
     return array.view(dtype_of(TensorInfo(device.dtype(gradient), array.shape)))
@@ -333,7 +333,7 @@ def _known(info: TensorInfo, gradient: Gradient) -> TensorInfo:
     """
     if UNKNOWN not in info.shape:
         return info
-    if gradient is None or isinstance(gradient, Rows):
+    if gradient is None or isinstance(gradient, TableRows):
         raise ArgumentError(
             f"a source of {info.dtype} whose shape is not known has no dense gradient here: use tensor.set_shape()."
         )

@@ -19,7 +19,7 @@ from hvdlite.adapter.array_sync import NewLayout
 from hvdlite.adapter.eager_sync import EagerSync, check_floating
 from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options, combined_by
+from hvdlite.adapter.options import ExchangeOptions, combined_by
 from hvdlite.adapter.tree import Flat, flatten
 from hvdlite.api import Adasum, Average, allgather_object, world
 from hvdlite.errors import ArgumentError, MismatchError
@@ -110,7 +110,7 @@ class DistributedGradient:
         aggregator: Aggregator | None = None,
     ) -> None:
         compressor, aggregator = combined_by(compression, aggregator)
-        self._options = Options(
+        self._options = ExchangeOptions(
             op, process_set, compressor, gradient_predivide_factor=gradient_predivide_factor, aggregator=aggregator
         )
         self._inplace = inplace

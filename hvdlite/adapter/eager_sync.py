@@ -20,7 +20,7 @@ from hvdlite.adapter.advice import Values
 from hvdlite.adapter.array_sync import ArraySync
 from hvdlite.adapter.gradient_memory import enter_aggregator, numbers_of
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.api import Adasum, world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.operations.on_device import DeviceInputs
@@ -37,7 +37,7 @@ class EagerSync:
         identity: The identity of the optimizer whose gradients are exchanged; None without an optimizer.
     """
 
-    def __init__(self, options: Options, identity: Identity | None = None) -> None:
+    def __init__(self, options: ExchangeOptions, identity: Identity | None = None) -> None:
         self.options = options
         self._identity = identity
         self._codec = options.codec

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from hvdlite.adapter.advice import Advice
 from hvdlite.adapter.agreement import all_together
 from hvdlite.adapter.buckets import Buckets, DeviceBuckets, HostBuckets
-from hvdlite.adapter.few_bytes.aggregating import Aggregating
+from hvdlite.adapter.few_bytes.aggregating import OptimizerAggregator
 from hvdlite.adapter.identity import Identity, members
 from hvdlite.adapter.joining.follow import follow, tell
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.api import allgather_object, broadcast, broadcast_object, global_process_set, world
 from hvdlite.gradients.aggregator import Aggregator, name_of
 from hvdlite.gradients.shared_reducers import Layout
@@ -52,7 +52,7 @@ class Registry:
         self._here = here
         self._process_set = process_set
         self._buckets: dict[Layout, Buckets] = {}
-        self._aggregating: dict[int, Aggregating] = {}
+        self._aggregating: dict[int, OptimizerAggregator] = {}
         self._entered = self._together = 0
         self._channels = 0
         self._tables: dict[Hashable, set[int]] = {}
@@ -93,7 +93,7 @@ class Registry:
         for each in self._aggregating.values():
             registry._enter(each)
 
-    def aggregating(self, aggregator: Aggregator) -> Aggregating:
+    def aggregating(self, aggregator: Aggregator) -> OptimizerAggregator:
         """Return what belongs to an aggregator here. Every rank calls this, with its own aggregators in the same order.
 
         Raises:
@@ -101,9 +101,9 @@ class Registry:
             HvdliteError: The aggregator is new, and a rank has joined. Raised on all ranks that have not.
         """
         found = next((each for each in self._aggregating.values() if each.aggregator is aggregator), None)
-        return self._enter(Aggregating(aggregator)) if found is None else found
+        return self._enter(OptimizerAggregator(aggregator)) if found is None else found
 
-    def _enter(self, new: Aggregating) -> Aggregating:
+    def _enter(self, new: OptimizerAggregator) -> OptimizerAggregator:
         lines = [f"aggregator={name_of(new.aggregator)}", f"aggregators that were made before it: {self._entered}"]
         all_together("aggregator=", self._process_set).check_same(lines, "what combines their gradients")
         self._entered += 1
@@ -256,13 +256,13 @@ class Registry:
                     rounds.load(broadcast_object(rounds.state(), root, process_set=self._process_set))
 
 
-def numbers_of(options: Options, sources: Sequence[Any]) -> tuple[int, ...] | None:
-    """Return the numbers by which an aggregator knows these sources; None without one. See `Aggregating.numbers_of`."""
+def numbers_of(options: ExchangeOptions, sources: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return the numbers by which an aggregator knows these sources; None without one. See `OptimizerAggregator.numbers_of`."""
     found = enter_aggregator(options)
     return None if found is None else found.numbers_of(sources)
 
 
-def enter_aggregator(options: Options) -> Aggregating | None:
+def enter_aggregator(options: ExchangeOptions) -> OptimizerAggregator | None:
     """Return what belongs to the aggregator of an exchange, if there is one. See `Registry.aggregating`."""
     if options.aggregator is None:
         return None

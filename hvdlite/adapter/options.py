@@ -18,7 +18,7 @@ from hvdlite.tensors.compression import Compression, Compressor
 
 
 @dataclass(frozen=True)
-class Options:
+class ExchangeOptions:
     """The options of a gradient exchange.
 
     Attributes:

@@ -14,7 +14,7 @@ from hvdlite.ranks.process_set import ProcessSet
 from hvdlite.tensors.numpy_adapter import dtype_of
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """Some rows of the gradient of a table.
 
     Attributes:
@@ -26,13 +26,13 @@ class Rows(NamedTuple):
     values: Array
 
 
-def as_rows(info: TensorInfo, gradient: Any) -> Rows:
-    """Return any gradient of a table as `Rows`. `info` is the table's dtype and shape."""
-    if isinstance(gradient, Rows):
+def as_rows(info: TensorInfo, gradient: Any) -> TableRows:
+    """Return any gradient of a table as `TableRows`. `info` is the table's dtype and shape."""
+    if isinstance(gradient, TableRows):
         return gradient
     if gradient is None:
-        return Rows(np.zeros(0, np.int64), np.zeros((0, *info.shape[1:]), dtype_of(info)))
-    return Rows(np.arange(len(gradient)), gradient)
+        return TableRows(np.zeros(0, np.int64), np.zeros((0, *info.shape[1:]), dtype_of(info)))
+    return TableRows(np.arange(len(gradient)), gradient)
 
 
 def exchange_rows(
@@ -43,12 +43,12 @@ def exchange_rows(
     kept: Collection[int],
     name: str,
     process_set: ProcessSet | None,
-) -> list[Rows | None]:
+) -> list[TableRows | None]:
     """Return the rows of all ranks. Every rank calls this.
 
     Args:
         infos: Dtype and shape of each table.
-        own: This rank's gradient of each table: `Rows`, an array, or None.
+        own: This rank's gradient of each table: `TableRows`, an array, or None.
         weight: The weight of this rank in an average.
         op: Sum or Average.
         kept: The places of tables whose rows of equal index stay apart. Those of other tables are added up if on no rank a row
@@ -79,17 +79,17 @@ def exchange_rows(
         mine += [indices, values if factor == 1.0 else values * np.asarray(factor, values.dtype)]
     # This cannot be one operation with the allreduce, because `factor` needs the sum of the weights.
     gathered = iter(allgather(mine, f"all {name}", process_set=process_set))
-    found = map(Rows, gathered, gathered)
+    found = map(TableRows, gathered, gathered)
     added = [rows if keep else added_up(rows) for rows, keep in zip(found, as_they_are, strict=True)]
     return [rows if has else None for rows, has in zip(added, anywhere, strict=True)]
 
 
 def comes_twice(gradient: Any) -> bool:
     """Return whether a row of a gradient comes more than once."""
-    return isinstance(gradient, Rows) and len(np.unique(gradient.indices)) < len(gradient.indices)
+    return isinstance(gradient, TableRows) and len(np.unique(gradient.indices)) < len(gradient.indices)
 
 
-def added_up(rows: Rows) -> Rows:
+def added_up(rows: TableRows) -> TableRows:
     """Return the rows with each index once, in ascending order; values of equal index are summed in their order."""
     order = np.argsort(rows.indices, kind="stable")
     indices, starts = np.unique(rows.indices[order], return_index=True)
@@ -97,4 +97,4 @@ def added_up(rows: Rows) -> Rows:
         return rows
     values = rows.values[order]
     wide = values.astype(np.float32) if values.dtype.itemsize == 2 else values
-    return Rows(indices, np.add.reduceat(wide, starts).astype(values.dtype))
+    return TableRows(indices, np.add.reduceat(wide, starts).astype(values.dtype))

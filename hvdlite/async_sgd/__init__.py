@@ -18,9 +18,9 @@ each server answers with the present values of its part. When a server applies a
 - `messages`: what requests and answers look like.
 - `training/`: what a rank does that trains with the servers.
 
-`Server` gets one request at a time and returns the answers that are due. It holds no channel and no thread, so the tests
-try every order of requests. `Service` is the thread that receives and sends; its wait for the next request is of the kind
-SERVICE, which is never reported. A worker has at most one request at a server: so a server needs one buffer for each
+`ParameterServer` gets one request at a time and returns the answers that are due. It holds no channel and no thread, so the
+tests try every order of requests. `ParameterService` is the thread that receives and sends; its wait for the next request is of
+the kind SERVICE, which is never reported. A worker has at most one request at a server: so a server needs one buffer for each
 worker, and when all ranks have come to a meeting (`finish`, `state_dict`), all pushes are applied. Chunks of gradients may
 come before their push, into this buffer (`early`). Nothing is applied before the push, whose head says what is there, and
 which chunks follow again. Values may come after the step has returned, in chunks: a thread receives them (`training.pull`),

@@ -17,11 +17,11 @@ _CHUNK_BYTES = 1 << 20
 """The largest size of a chunk of several tensors. A chunk of 1 MiB takes 0.08 s on a link of 100 Mbit/s."""
 
 
-class Chunk(NamedTuple):
+class TensorChunk(NamedTuple):
     """Tensors of a server that lie side by side. Their gradients travel together.
 
     Attributes:
-        places: The places of the tensors in `Layout.tensors`.
+        places: The places of the tensors in `ServerLayout.tensors`.
         start, end: The bytes of the chunk.
     """
 
@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ServerLayout:
     """The tensors of one server.
 
     Attributes:
@@ -47,20 +47,20 @@ class Layout:
     nbytes: int
 
     @functools.cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
+    def chunks(self) -> tuple[TensorChunk, ...]:
         """All tensors in chunks: a large one alone, and small ones together up to 1 MiB."""
         ends = (*self.starts[1:], self.nbytes)
-        found: list[Chunk] = []
+        found: list[TensorChunk] = []
         for place, (start, end) in enumerate(zip(self.starts, ends, strict=True)):
             if found and end - found[-1].start <= _CHUNK_BYTES:
-                found[-1] = Chunk(range(found[-1].places.start, place + 1), found[-1].start, end)
+                found[-1] = TensorChunk(range(found[-1].places.start, place + 1), found[-1].start, end)
             else:
-                found.append(Chunk(range(place, place + 1), start, end))
+                found.append(TensorChunk(range(place, place + 1), start, end))
         return tuple(found)
 
-    def answers(self, in_chunks: bool) -> tuple[Chunk, ...]:
+    def answers(self, in_chunks: bool) -> tuple[TensorChunk, ...]:
         """Return the messages in which a server sends its values: all together, or in chunks, in the order of the tensors."""
-        return self.chunks if in_chunks else (Chunk(range(len(self.tensors)), 0, self.nbytes),)
+        return self.chunks if in_chunks else (TensorChunk(range(len(self.tensors)), 0, self.nbytes),)
 
     def runs(self, chosen: Array) -> list[slice]:
         """Return the bytes of the chosen chunks. Chunks side by side are one slice, and one message. No slice is empty.
@@ -77,7 +77,7 @@ class Layout:
         return [run for run in found if run.start < run.stop]
 
 
-def deal(sizes: Sequence[int], servers: Sequence[int]) -> list[Layout]:
+def deal(sizes: Sequence[int], servers: Sequence[int]) -> list[ServerLayout]:
     """Deal out whole tensors so that the servers have about equal numbers of bytes. Every rank gets the same result.
 
     The largest tensor goes first, each to the server that has the fewest bytes: at most 4/3 of the best possible largest load
@@ -99,9 +99,9 @@ def deal(sizes: Sequence[int], servers: Sequence[int]) -> list[Layout]:
     return [_layout(server, sorted(numbers), sizes) for server, numbers in held.items() if numbers]
 
 
-def _layout(server: int, numbers: Sequence[int], sizes: Sequence[int]) -> Layout:
+def _layout(server: int, numbers: Sequence[int], sizes: Sequence[int]) -> ServerLayout:
     starts, end = [], 0
     for number in numbers:
         starts.append(end)
         end += -(-sizes[number] // _ALIGNMENT) * _ALIGNMENT
-    return Layout(server, tuple(numbers), tuple(starts), end)
+    return ServerLayout(server, tuple(numbers), tuple(starts), end)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdlite.async_sgd.deal import Layout
+from hvdlite.async_sgd.deal import ServerLayout
 from hvdlite.async_sgd.worker import Worker
 from hvdlite.protocols import Array
 
@@ -35,7 +35,7 @@ class EarlyChunks:
         failed: In how many steps the speculation has failed.
     """
 
-    def __init__(self, worker: Worker, layouts: Sequence[Layout]) -> None:
+    def __init__(self, worker: Worker, layouts: Sequence[ServerLayout]) -> None:
         self.failed = 0
         self._worker, self._layouts = worker, layouts
         self._chunk_of = {

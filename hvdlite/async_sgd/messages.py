@@ -1,14 +1,14 @@
 """Requests of a worker to a server, and the answers.
 
-A request is a `Request` with the tag `REQUEST`. After an early chunk comes the chunk, with the tag `BODY`. After a push come,
-with this tag:
+A request is a `WorkerRequest` with the tag `REQUEST`. After an early chunk comes the chunk, with the tag `BODY`. After a push
+come, with this tag:
 
 - the head: for each tensor whether there is a dense gradient, for each chunk whether it follows, and the settings;
 - sparse gradients, if there are any (`rows`);
 - the chunks that follow, those side by side in one message.
 
-The answer to every other request is an `Answer` with the tag `ANSWER`, then with the tag `VALUES` the values of the part
-(`Layout.answers`), or the text of an error.
+The answer to every other request is a `ServerAnswer` with the tag `ANSWER`, then with the tag `VALUES` the values of the part
+(`ServerLayout.answers`), or the text of an error.
 
 After a meeting, ranks send each other objects such as the optimizer's state: the size, then the pickle, with the tag `OBJECT`.
 """
@@ -60,7 +60,7 @@ class Purpose(enum.IntEnum):
         }.get(self, "")
 
 
-class Request(NamedTuple):
+class WorkerRequest(NamedTuple):
     """What a rank sends first.
 
     Attributes:
@@ -84,14 +84,14 @@ class Request(NamedTuple):
         return np.array(self, np.float64)
 
     @classmethod
-    def unpack(cls, data: Array) -> Request:
+    def unpack(cls, data: Array) -> WorkerRequest:
         """Return the request that `pack` has packed."""
         *numbers, weight = data.tolist()
         purpose, number, chunk, head, rows = map(int, numbers)
         return cls(purpose, number, chunk, head, rows, weight)
 
 
-class Answer(NamedTuple):
+class ServerAnswer(NamedTuple):
     """What a server answers first.
 
     Attributes:
@@ -109,7 +109,7 @@ class Answer(NamedTuple):
         return np.array(self, np.int64)
 
     @classmethod
-    def unpack(cls, data: Array) -> Answer:
+    def unpack(cls, data: Array) -> ServerAnswer:
         """Return the answer that `pack` has packed."""
         return cls(*map(int, data))
 

@@ -13,13 +13,13 @@ class Push(NamedTuple):
     """What one worker has pushed to one part.
 
     Attributes:
-        gradients: The gradients of the part's tensors, each at its place of the `Layout`: uint8, shape ``(nbytes,)``.
+        gradients: The gradients of the part's tensors, each at its place of the `ServerLayout`: uint8, shape ``(nbytes,)``.
         present: For each tensor whether there is such a gradient: bool, shape ``(tensors,)``. The bytes of the others mean
             nothing.
         follows: For each chunk whether it has come with the push: bool, shape ``(chunks,)``. The others have come before it, or
             have no gradient.
         rows: The gradients that are sparse, by the places of their tensors. These are not `present`.
-        settings: The learning rates and other settings of the step, in a form that the framework's `Part` reads.
+        settings: The learning rates and other settings of the step, in a form that the framework's `ServerPart` reads.
         weight: The number of samples.
         rate: The learning rates are multiplied by this number (`compensation`).
         pulled: The values with which the gradients were computed: uint8, shape ``(nbytes,)``. None if nobody needs them.
@@ -35,7 +35,7 @@ class Push(NamedTuple):
     pulled: Array | None = None
 
 
-class Part(Protocol):
+class ServerPart(Protocol):
     """The parameters of one server, and their optimizer. One thread at a time calls these methods."""
 
     def step(self, pushes: Sequence[Push]) -> None:
@@ -50,5 +50,5 @@ class Part(Protocol):
         ...
 
     def read(self, into: Array) -> None:
-        """Write the present values to `into`: uint8, shape ``(nbytes,)``, each tensor at its place of the `Layout`."""
+        """Write the present values to `into`: uint8, shape ``(nbytes,)``, each tensor at its place of the `ServerLayout`."""
         ...

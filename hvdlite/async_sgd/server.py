@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdlite.async_sgd.compensation import NO_COMPENSATION, DelayCompensation
-from hvdlite.async_sgd.deal import Layout
+from hvdlite.async_sgd.deal import ServerLayout
 from hvdlite.async_sgd.messages import Purpose
-from hvdlite.async_sgd.part import Part, Push
+from hvdlite.async_sgd.part import Push, ServerPart
 from hvdlite.protocols import Array
 
 
@@ -29,7 +29,7 @@ class Reply(NamedTuple):
     Attributes:
         rank: The rank that gets it.
         purpose: Of a meeting, what it was for; else `Purpose.PUSH`.
-        missed: See `messages.Answer`.
+        missed: See `messages.ServerAnswer`.
         error: The text of an error; empty if there is none.
         values: The present values of the part: uint8, shape ``(nbytes,)``. The memory is valid until the rank asks again.
             Empty if there is an error.
@@ -42,7 +42,7 @@ class Reply(NamedTuple):
     values: Array = np.empty(0, np.uint8)
 
 
-class Server:
+class ParameterServer:
     """One part of the parameters, and the state of the workers.
 
     A rank has at most one request at a server. So it has made all its pushes when it comes to a meeting, and the meeting takes
@@ -61,8 +61,8 @@ class Server:
 
     def __init__(
         self,
-        part: Part,
-        layout: Layout,
+        part: ServerPart,
+        layout: ServerLayout,
         workers: Collection[int],
         others: Collection[int],
         mode: Mode,

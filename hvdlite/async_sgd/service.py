@@ -1,4 +1,4 @@
-"""The thread in which a rank serves its part: it receives requests, and sends the answers of a `Server`."""
+"""The thread in which a rank serves its part: it receives requests, and sends the answers of a `ParameterServer`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from hvdlite.async_sgd import messages
-from hvdlite.async_sgd.deal import Layout
-from hvdlite.async_sgd.messages import Answer, Purpose
+from hvdlite.async_sgd.deal import ServerLayout
+from hvdlite.async_sgd.messages import Purpose, ServerAnswer
 from hvdlite.async_sgd.part import Push
 from hvdlite.async_sgd.rows import unpack_rows
-from hvdlite.async_sgd.server import Reply, Server
+from hvdlite.async_sgd.server import ParameterServer, Reply
 from hvdlite.errors import HvdliteError, PeerLeftError
 from hvdlite.protocols import ANY, Channel, Request, WaitKind
 
 
-class Service:
+class ParameterService:
     """Serves one part until the ranks have met to finish, or the channel ends.
 
     Args:
@@ -33,8 +33,8 @@ class Service:
     def __init__(
         self,
         channel: Channel,
-        server: Server,
-        layout: Layout,
+        server: ParameterServer,
+        layout: ServerLayout,
         workers: Collection[int],
         keeps_pushes: bool,
         in_chunks: bool,
@@ -58,7 +58,7 @@ class Service:
         What the worker has not sent as a whole is dropped.
         """
         self._lost.add(worker)
-        request = messages.Request(Purpose.LOST, worker)
+        request = messages.WorkerRequest(Purpose.LOST, worker)
         with contextlib.suppress(HvdliteError):  # the service is over
             self._channel.isend(request.pack(), self._channel.rank, messages.REQUEST)
 
@@ -81,13 +81,13 @@ class Service:
             raise
 
     def _serve(self) -> None:
-        asked = np.empty(len(messages.Request(0)), np.float64)
+        asked = np.empty(len(messages.WorkerRequest(0)), np.float64)
         with self._channel.guarded("the next push of any rank", WaitKind.SERVICE, beside_threads=True):
             receive = self._channel.irecv(asked, ANY, messages.REQUEST)
             receive.wait()
         rank = receive.source
         assert rank is not None
-        request = messages.Request.unpack(asked)
+        request = messages.WorkerRequest.unpack(asked)
         if request.purpose == Purpose.LOST:
             self._answer_all(self._server.lose(request.number))
         elif rank not in self._lost:
@@ -101,7 +101,7 @@ class Service:
                 for other, memory in self._gradients.items():
                     self._gradients[other] = new if memory is old else memory
 
-    def _replies(self, rank: int, request: messages.Request) -> list[Reply]:
+    def _replies(self, rank: int, request: messages.WorkerRequest) -> list[Reply]:
         # The rank has the last answer, for it has asked again: so this does not wait, and the memory of the values is free.
         _wait_all(self._sends.pop(rank, []))
         if request.purpose == Purpose.EARLY:
@@ -112,7 +112,7 @@ class Service:
             return self._server.push(rank, request.number, self._body(rank, request))
         return self._server.meet(rank, Purpose(request.purpose))
 
-    def _body(self, rank: int, request: messages.Request) -> Push:
+    def _body(self, rank: int, request: messages.WorkerRequest) -> Push:
         layout, gradients = self._layout, self._gradients[rank]
         head, rows = np.empty(request.head, np.uint8), np.empty(request.rows, np.uint8)
         receives = [self._channel.irecv(head, rank, messages.BODY)]
@@ -131,7 +131,7 @@ class Service:
 
     def _answer(self, reply: Reply) -> None:
         text = np.frombuffer(reply.error.encode(), np.uint8)
-        answer = Answer(reply.purpose, len(text), reply.missed)
+        answer = ServerAnswer(reply.purpose, len(text), reply.missed)
         follow = [text] if reply.error else [reply.values[piece] for piece in self._pieces]
         self._sends[reply.rank] = [
             self._channel.isend(answer.pack(), reply.rank, messages.ANSWER),

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from hvdlite.async_sgd import messages
-from hvdlite.async_sgd.deal import Layout
-from hvdlite.async_sgd.messages import Answer, Purpose
+from hvdlite.async_sgd.deal import ServerLayout
+from hvdlite.async_sgd.messages import Purpose, ServerAnswer
 from hvdlite.async_sgd.rows import Rows, pack_rows
 from hvdlite.errors import CommunicationError
 from hvdlite.protocols import Array, Channel, Request, WaitKind
@@ -36,7 +36,7 @@ class Worker:
         self,
         channel: Channel,
         begin: Callable[[Array, int, int], Request],
-        layouts: Sequence[Layout],
+        layouts: Sequence[ServerLayout],
         names: Sequence[int],
         in_chunks: bool = False,
     ) -> None:
@@ -61,7 +61,7 @@ class Worker:
         """
         layout = self._layouts[server]
         _, start, end = layout.chunks[chunk]
-        request = messages.Request(Purpose.EARLY, self.pushes, chunk)
+        request = messages.WorkerRequest(Purpose.EARLY, self.pushes, chunk)
         self._under_way += [
             self._begin(request.pack(), layout.server, messages.REQUEST),
             self._begin(self.gradients[server][start:end], layout.server, messages.BODY),
@@ -104,7 +104,9 @@ class Worker:
             follows = used & ~early[number]
             head = np.concatenate([present[number], follows, np.frombuffer(settings, np.uint8)])
             body = [head, pack_rows(rows[number]), *(self.gradients[number][run] for run in layout.runs(follows))]
-            request = messages.Request(Purpose.PUSH, self.pushes, head=len(head), rows=len(body[1]), weight=weight)
+            request = messages.WorkerRequest(
+                Purpose.PUSH, self.pushes, head=len(head), rows=len(body[1]), weight=weight
+            )
             sends.append(self._channel.isend(request.pack(), layout.server, messages.REQUEST))
             sends += [self._channel.isend(each, layout.server, messages.BODY) for each in body if len(each)]
         self.pushes += 1
@@ -143,18 +145,18 @@ class Worker:
         """
         self.settle()
         for layout in self._layouts:
-            self._channel.isend(messages.Request(purpose).pack(), layout.server, messages.REQUEST)
+            self._channel.isend(messages.WorkerRequest(purpose).pack(), layout.server, messages.REQUEST)
         with self._channel.guarded(f"all ranks to call {purpose.text or Purpose.FINISH.text}", kind, True, True):
             return Purpose(self._answers()[0].purpose)
 
-    def _answers(self, note: Callable[[Iterable[int]], None] = lambda numbers: None) -> list[Answer]:
+    def _answers(self, note: Callable[[Iterable[int]], None] = lambda numbers: None) -> list[ServerAnswer]:
         """Receive an answer of every server, and the values. All answers are taken before an error is raised."""
         answers, texts = [], []
         receives: list[tuple[tuple[int, ...], Request]] = []
         for layout, values, pieces in zip(self._layouts, self.values, self._pieces, strict=True):
-            data = np.empty(len(Answer(0)), np.int64)
+            data = np.empty(len(ServerAnswer(0)), np.int64)
             self._channel.irecv(data, layout.server, messages.ANSWER).wait()
-            answer = Answer.unpack(data)
+            answer = ServerAnswer.unpack(data)
             answers.append(answer)
             if answer.error:
                 text = np.empty(answer.error, np.uint8)

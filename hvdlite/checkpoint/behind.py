@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 from hvdlite.api import before_leaving, world
 from hvdlite.checkpoint import disk
 from hvdlite.checkpoint.disk import CHUNK, FileRecord
-from hvdlite.checkpoint.ranks import Ranks
+from hvdlite.checkpoint.ranks import CheckpointRanks
 from hvdlite.errors import CheckpointError
 from hvdlite.protocols import Array
 from hvdlite.ranks.process_set import ProcessSet
@@ -65,7 +65,7 @@ class Behind:
         path: Path,
         target: Path,
         contents: dict[str, Array],
-        ranks: Ranks,
+        ranks: CheckpointRanks,
         process_set: ProcessSet | None,
         first: First | None,
     ) -> None:
@@ -82,7 +82,7 @@ class Behind:
         _under_way.setdefault(world(), {})[tuple(ranks.world_ranks)] = self
         self._thread.start()
 
-    def finish(self, ranks: Ranks) -> dict[str, Array]:
+    def finish(self, ranks: CheckpointRanks) -> dict[str, Array]:
         """Wait until the checkpoint is whole. Every rank calls this.
 
         Returns:
@@ -165,7 +165,7 @@ _under_way: WeakKeyDictionary[World, dict[tuple[int, ...], Behind]] = WeakKeyDic
 """The checkpoints that ranks write, one at most for the ranks that save together."""
 
 
-def finish(ranks: Ranks) -> dict[str, Array]:
+def finish(ranks: CheckpointRanks) -> dict[str, Array]:
     """Wait for the checkpoint that these ranks write, if there is one. See `Behind.finish`."""
     behind = _under_way.get(world(), {}).pop(tuple(ranks.world_ranks), None)
     return {} if behind is None else behind.finish(ranks)
@@ -192,12 +192,12 @@ def wait(process_set: ProcessSet | None = None) -> None:
         ...     on_ranks(2, saved, folder)
         [True, True]
     """
-    finish(Ranks("checkpoint.wait()", process_set))
+    finish(CheckpointRanks("checkpoint.wait()", process_set))
 
 
 def _finish_all(here: World) -> None:
     for behind in list(_under_way.get(here, {}).values()):
-        finish(Ranks("shutdown()", behind.process_set))
+        finish(CheckpointRanks("shutdown()", behind.process_set))
 
 
 before_leaving.append(_finish_all)

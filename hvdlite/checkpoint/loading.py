@@ -12,7 +12,7 @@ from hvdlite.checkpoint import behind, disk, manifest
 from hvdlite.checkpoint.disk import UnreadableError
 from hvdlite.checkpoint.folder import Folder
 from hvdlite.checkpoint.manifest import Manifest
-from hvdlite.checkpoint.ranks import Ranks
+from hvdlite.checkpoint.ranks import CheckpointRanks
 from hvdlite.checkpoint.states import Stateful, stateful
 from hvdlite.checkpoint.structure import Reader, files_of
 from hvdlite.checkpoint.tensor_file import Stored, tensors_in
@@ -88,7 +88,7 @@ def load(
         ...     on_ranks(3, lambda: hvdlite.checkpoint.load(folder)["epoch"])
         [3, 3, 3]
     """
-    ranks = Ranks("checkpoint.load()", process_set)
+    ranks = CheckpointRanks("checkpoint.load()", process_set)
     behind.finish(ranks)
     ranks.check_same("names", list(objects))
     folder = Folder(Path(path))
@@ -176,7 +176,7 @@ def _check_names(found: Manifest, targets: Mapping[str, Any], path: str | os.Pat
 
 
 def _read_files(
-    folder: Path, found: Manifest, targets: Mapping[str, Any], ranks: Ranks
+    folder: Path, found: Manifest, targets: Mapping[str, Any], ranks: CheckpointRanks
 ) -> dict[str, dict[str, Stored]] | str:
     """Return the tensors of the files that are needed, on all ranks, or why a file cannot be read. Every rank calls this."""
     trees = [*(found.states[name] for name in targets), *found.values.values()]

@@ -18,7 +18,7 @@ from hvdlite.ranks.together import Failure, Together, ranks_by
 T = TypeVar("T")
 
 
-class Ranks:
+class CheckpointRanks:
     """The ranks of one call. All of them call the same methods in the same order.
 
     Args:

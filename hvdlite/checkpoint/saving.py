@@ -15,7 +15,7 @@ from hvdlite.checkpoint.disk import FileRecord
 from hvdlite.checkpoint.folder import Folder, Unfinished, is_seen
 from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.checkpoint.parts import merge, own_part, tensor_keys, what_is_missing
-from hvdlite.checkpoint.ranks import Ranks
+from hvdlite.checkpoint.ranks import CheckpointRanks
 from hvdlite.checkpoint.states import Snapshot, stateful
 from hvdlite.checkpoint.structure import Tree, Writer
 from hvdlite.checkpoint.tensor_file import chunks_of, content_of
@@ -74,7 +74,7 @@ def save(
         ...     [path.name for path in on_ranks(2, lambda: hvdlite.checkpoint.save(folder, epoch=3, weights=np.ones(2)))]
         ['checkpoint-00000001', 'checkpoint-00000001']
     """
-    ranks = Ranks("checkpoint.save()", process_set)
+    ranks = CheckpointRanks("checkpoint.save()", process_set)
     memory = behind.finish(ranks)
     ranks.check_same("names", list(state))
     folder = Folder(Path(path))
@@ -109,7 +109,7 @@ def save(
     return saved
 
 
-def _snapshots_of(state: Mapping[str, Any], ranks: Ranks) -> dict[str, Snapshot]:
+def _snapshots_of(state: Mapping[str, Any], ranks: CheckpointRanks) -> dict[str, Snapshot]:
     """Return the states of the objects that have one.
 
     Raises:
@@ -125,7 +125,7 @@ def _snapshots_of(state: Mapping[str, Any], ranks: Ranks) -> dict[str, Snapshot]
     return {name: each.snapshot(ranks.rank) for name, each in found.items()}
 
 
-def _leave_out_copies(snapshots: dict[str, Snapshot], ranks: Ranks) -> None:
+def _leave_out_copies(snapshots: dict[str, Snapshot], ranks: CheckpointRanks) -> None:
     """Leave out of the parts of this rank what a rank before it has. Every rank calls this.
 
     Raises:
@@ -214,11 +214,11 @@ class _Parts(NamedTuple):
     writers: list[Writer]
     states: dict[str, Tree]
     values: dict[str, Tree]
-    ranks: Ranks
+    ranks: CheckpointRanks
 
     @classmethod
     def of(
-        cls, snapshots: Mapping[str, Snapshot], values: Mapping[str, Any], ranks: Ranks, allow_pickle: bool
+        cls, snapshots: Mapping[str, Snapshot], values: Mapping[str, Any], ranks: CheckpointRanks, allow_pickle: bool
     ) -> _Parts:
         """Return what this rank writes of these states and values. Every rank calls this."""
         parts = cls([], {}, {}, ranks)

@@ -23,7 +23,7 @@ _SHELLS = ("sh", "bash", "zsh", "ksh", "dash")
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One row of a report: a name, an argument, a variable or a flag of Horovod that a file uses.
 
     Attributes:
@@ -60,7 +60,7 @@ def main(paths: Sequence[str]) -> int:
     return 1 if counts["missing"] else 0
 
 
-def rows_of(path: Path) -> list[Row]:
+def rows_of(path: Path) -> list[ReportRow]:
     """Return what a file uses of Horovod, in the order of its lines.
 
     A Python file that this version of Python cannot parse gets one row with the status "missing", if it mentions Horovod.
@@ -81,10 +81,10 @@ def rows_of(path: Path) -> list[Row]:
             return []
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
         unknown = Status("missing", f"this is no Python {version}, so nothing is known: {error}")
-        return [Row("(the file)", (getattr(error, "lineno", None) or 1,), unknown)]
+        return [ReportRow("(the file)", (getattr(error, "lineno", None) or 1,), unknown)]
 
 
-def _rows(uses: Iterable[Use]) -> list[Row]:
+def _rows(uses: Iterable[Use]) -> list[ReportRow]:
     lines: dict[str, list[int]] = {}
     states: dict[str, Status] = {}
     for use in uses:
@@ -96,7 +96,7 @@ def _rows(uses: Iterable[Use]) -> list[Row]:
         states[name] = state
         if use.line not in lines.setdefault(name, []):
             lines[name].append(use.line)
-    return [Row(name, tuple(where), states[name]) for name, where in lines.items()]
+    return [ReportRow(name, tuple(where), states[name]) for name, where in lines.items()]
 
 
 def _status(use: Use) -> Status:
@@ -129,7 +129,7 @@ def _is_shell(path: Path, text: str) -> bool:
     return path.suffix == ".sh" or (path.suffix != ".py" and any(word in _SHELLS for word in words))
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[ReportRow]) -> str:
     names = [row.name for row in rows]
     places = [", ".join(map(str, row.lines[:4])) + (", …" if len(row.lines) > 4 else "") for row in rows]
     wide, far = max(map(len, (*names, "name"))), max(map(len, (*places, "line")))

@@ -79,7 +79,7 @@ VARIABLES: dict[str, Note] = {
 
 
 @dataclass(frozen=True)
-class Flag:
+class HorovodrunFlag:
     """A flag of horovodrun.
 
     Attributes:
@@ -91,13 +91,13 @@ class Flag:
     note: Note
 
 
-def _flags(names: str, note: Note, values: int = 0) -> dict[str, Flag]:
-    return {name: Flag(values, note) for name in names.split()}
+def _flags(names: str, note: Note, values: int = 0) -> dict[str, HorovodrunFlag]:
+    return {name: HorovodrunFlag(values, note) for name in names.split()}
 
 
 _SAME = Note("missing", "hvdliterun has none")
 
-FLAGS: dict[str, Flag] = {
+FLAGS: dict[str, HorovodrunFlag] = {
     **_flags("-v --version -cb --check-build --verbose --autotune --stall-check --no-stall-check", _SAME),
     **_flags("--timeline-mark-cycles --no-timeline-mark-cycles", _SAME),
     **_flags("-prefix-timestamp --prefix-output-with-timestamp", _SAME),
@@ -113,7 +113,7 @@ FLAGS: dict[str, Flag] = {
     ),
     **_flags("--blacklist-cooldown-range", _SAME, values=2),
     **{
-        name: Flag(
+        name: HorovodrunFlag(
             int(flag.takes_value),
             Note("changed", f"no effect: {flag.why}") if flag.is_taken else Note("missing", flag.why),
         )

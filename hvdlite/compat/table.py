@@ -207,12 +207,15 @@ RESULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         words("synchronize skip_synchronize set_backward_passes_per_step"),
     ),
     **{
-        f"horovod.{module}.DistributedOptimizer": ("hvdlite_tf.optimizers.keras.Distributed", ("register_local_var",))
+        f"horovod.{module}.DistributedOptimizer": (
+            "hvdlite_tf.optimizers.keras.DistributedKerasOptimizer",
+            ("register_local_var",),
+        )
         for module in ("tensorflow", "tensorflow.keras", "keras")
     },
     **{
         f"horovod.tensorflow.{name}": (
-            "hvdlite_tf.optimizers.tape.Distributed",
+            "hvdlite_tf.optimizers.tape.DistributedTape",
             words("register_local_source get_local_and_global_gradients"),
         )
         for name in words("DistributedGradientTape PartialDistributedGradientTape")

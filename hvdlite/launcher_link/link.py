@@ -67,7 +67,7 @@ def check_address(text: str) -> None:
         raise ArgumentError(str(error)) from None
 
 
-class Channel:
+class LauncherChannel:
     """A connection to the launcher. Its calls wait until they are done, or until the limit that `limit` sets.
 
     Args:
@@ -146,7 +146,7 @@ class Channel:
         self._session.outgoing.clear()
 
 
-def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Channel:
+def connect(address: Address, seconds: float = CONNECT_SECONDS) -> LauncherChannel:
     """Connect to the launcher, and authenticate both ends.
 
     Args:
@@ -162,7 +162,7 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Channel:
         stream = socket.create_connection((address.host, address.port), timeout=left)
         try:
             keep_alive(stream)
-            channel = Channel(stream, Session(address.secret, is_launcher=False))
+            channel = LauncherChannel(stream, Session(address.secret, is_launcher=False))
             channel.greet()
             stream.settimeout(None)
             return channel

@@ -1,4 +1,4 @@
-"""The launcher's end of the control connections: `Server` accepts the connections of the ranks, and returns their messages.
+"""The launcher's end of the control connections: `ControlServer` accepts those of the ranks, and returns their messages.
 
 Ranks use it too, to accept connections from ranks on other hosts (`hvdlite.comm.sockets`). Anybody can connect to its port. A
 connection that has not shown that it belongs to the job is called a stranger. What a stranger sends is not parsed. Only 128
@@ -25,7 +25,7 @@ _ACCEPTED_AT_ONCE = 64
 _DOUBTFUL_SECONDS = 3.0
 
 
-class Connection:
+class ControlConnection:
     """One connection, from the guard of a rank, or from a rank itself for one request.
 
     Attributes:
@@ -37,7 +37,7 @@ class Connection:
         since: The time of the connection's start, as of `time.monotonic`.
     """
 
-    def __init__(self, stream: socket.socket, session: Session, server: Server) -> None:
+    def __init__(self, stream: socket.socket, session: Session, server: ControlServer) -> None:
         self.stream = stream
         self.session = session
         self.rank: int | None = None
@@ -47,12 +47,12 @@ class Connection:
         self._server = server
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        """Send one message without waiting. If the connection is broken, `Server.poll` finds that when it reads."""
+        """Send one message without waiting. If the connection is broken, `ControlServer.poll` finds that when it reads."""
         self.session.send(Message(kind, fields, payload))
         self.flush()
 
     def flush(self) -> None:
-        """Send the bytes that the socket takes now. `Server.poll` sends the rest as soon as the socket takes it."""
+        """Send the bytes that the socket takes now. `ControlServer.poll` sends the rest as soon as the socket takes it."""
         with contextlib.suppress(OSError):
             sent = self.stream.send(self.session.outgoing)
             del self.session.outgoing[:sent]
@@ -85,8 +85,8 @@ def _listen(host: str, ports: Iterable[int]) -> socket.socket:
     raise problem
 
 
-class Server:
-    """A `Server` listens for the ranks of one job.
+class ControlServer:
+    """A `ControlServer` listens for the ranks of one job.
 
     Args:
         host: The address of this machine that the ranks can reach; empty for all addresses of this machine.
@@ -106,7 +106,7 @@ class Server:
         self._listener.setblocking(False)
         self.address = Address(host, self._listener.getsockname()[1], secret or secrets.token_hex(32))
         self.dropped = 0
-        self._strangers: dict[Connection, None] = {}  # the oldest first
+        self._strangers: dict[ControlConnection, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
 
@@ -118,19 +118,19 @@ class Server:
         """Undo `watch`."""
         self._selector.unregister(descriptor)
 
-    def poll(self, timeout: float) -> tuple[list[tuple[Connection, Message]], list[int]]:
+    def poll(self, timeout: float) -> tuple[list[tuple[ControlConnection, Message]], list[int]]:
         """Wait for messages or for a watched file descriptor, at most ``timeout`` seconds.
 
         Returns:
             The messages in order of arrival, and the watched file descriptors that can be read. When a connection of the job
             ends, there is a message "gone"; its field "closed" is false if the other host cannot be reached any more.
         """
-        messages: list[tuple[Connection, Message]] = []
+        messages: list[tuple[ControlConnection, Message]] = []
         descriptors = []
         for key, events in self._selector.select(timeout):
             if key.data is None:
                 self._accept()
-            elif not isinstance(key.data, Connection):
+            elif not isinstance(key.data, ControlConnection):
                 descriptors.append(key.data)
             elif self._knows(key.data):
                 if events & selectors.EVENT_WRITE:
@@ -140,20 +140,20 @@ class Server:
         self._hang_up_on_strangers(time.monotonic() - STRANGER_SECONDS)
         return messages, descriptors
 
-    def expect(self, connection: Connection, writable: bool) -> None:
+    def expect(self, connection: ControlConnection, writable: bool) -> None:
         """Make `poll` send what waits to be sent on this connection (if `writable`), or stop doing so."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writable else 0)
         if self._knows(connection) and self._selector.get_key(connection.stream).events != events:
             self._selector.modify(connection.stream, events, connection)
 
-    def drop(self, connection: Connection) -> None:
+    def drop(self, connection: ControlConnection) -> None:
         """Close a connection. `poll` returns no more messages of it, nor a message "gone"."""
         if connection in self._strangers:
             del self._strangers[connection]
             self.dropped += 1
         self.release(connection).close()
 
-    def release(self, connection: Connection) -> socket.socket:
+    def release(self, connection: ControlConnection) -> socket.socket:
         """Return the socket of a connection, which does not block. The server has nothing to do with it any more."""
         if self._knows(connection):
             self._selector.unregister(connection.stream)
@@ -162,12 +162,12 @@ class Server:
     def close(self) -> None:
         """Close the port and all connections. Guards take that as the order to end their ranks at once."""
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, Connection):
+            if isinstance(key.data, ControlConnection):
                 key.data.stream.close()
         self._selector.close()
         self._listener.close()
 
-    def _knows(self, connection: Connection) -> bool:
+    def _knows(self, connection: ControlConnection) -> bool:
         descriptor = connection.stream.fileno()  # -1 if it was closed while others were listened to
         return descriptor >= 0 and descriptor in self._selector.get_map()
 
@@ -183,7 +183,7 @@ class Server:
             try:
                 stream.setblocking(False)
                 keep_alive(stream)
-                connection = Connection(stream, Session(self.address.secret, is_launcher=True), self)
+                connection = ControlConnection(stream, Session(self.address.secret, is_launcher=True), self)
             except OSError:
                 stream.close()
                 continue
@@ -200,7 +200,7 @@ class Server:
                 return
             self.drop(stranger)
 
-    def _receive(self, connection: Connection) -> list[Message]:
+    def _receive(self, connection: ControlConnection) -> list[Message]:
         session = connection.session
         was_trusted, messages, closed = session.is_trusted, [], True
         try:

@@ -16,7 +16,7 @@ from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError
 from hvdlite.operations.absent import AbsentTensor
-from hvdlite.operations.base import Part, Signature, TensorOperation
+from hvdlite.operations.base import OperationTensor, Signature, TensorOperation
 from hvdlite.operations.device_reduction import DevicePiece, DeviceReduction
 from hvdlite.operations.on_device import agree
 from hvdlite.operations.reducible import check_op, check_reducible
@@ -111,15 +111,15 @@ class Allreduce(TensorOperation, kind="allreduce"):
         return _of_each(operations, results)
 
 
-def _parts_of(operations: Sequence[Allreduce]) -> list[Part]:
+def _parts_of(operations: Sequence[Allreduce]) -> list[OperationTensor]:
     return [
-        Part(tensor, adapter, info.dtype, operation.inplace)
+        OperationTensor(tensor, adapter, info.dtype, operation.inplace)
         for operation in operations
         for tensor, adapter, info in zip(operation.tensors, operation.adapters, operation.infos, strict=True)
     ]
 
 
-def _by_dtype(parts: Sequence[Part]) -> dict[str, list[int]]:
+def _by_dtype(parts: Sequence[OperationTensor]) -> dict[str, list[int]]:
     """Return for each dtype the indices of its parts."""
     by_dtype: dict[str, list[int]] = {}
     for index, part in enumerate(parts):
@@ -160,7 +160,9 @@ def _plan_allreduce(
     return ("allreduce", infos, tuple(arguments)), reductions, nbytes, fusion_key, is_small
 
 
-def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives: HierarchicalCollectives) -> list[Any]:
+def _reduce_parts(
+    parts: list[OperationTensor], how: Reduction, algorithm: str, collectives: HierarchicalCollectives
+) -> list[Any]:
     """Reduce tensors of one dtype as one flat array, and return a result for each."""
     if how.op is ReduceOp.ADASUM:
         return _adasum_parts(parts, how, collectives)
@@ -196,14 +198,14 @@ def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives
     return results
 
 
-def _where_nothing_is(parts: list[Part], arrays: list[Array]) -> list[slice]:
+def _where_nothing_is(parts: list[OperationTensor], arrays: list[Array]) -> list[slice]:
     ends = itertools.accumulate(array.size for array in arrays)
     return [
         slice(end - array.size, end) for part, array, end in zip(parts, arrays, ends, strict=True) if part.is_absent
     ]
 
 
-def _adasum_parts(parts: list[Part], how: Reduction, collectives: HierarchicalCollectives) -> list[Any]:
+def _adasum_parts(parts: list[OperationTensor], how: Reduction, collectives: HierarchicalCollectives) -> list[Any]:
     """Combine tensors of one dtype by Adasum, each tensor by itself; they share their messages."""
     arrays = [part.adapter.to_array(part.tensor, wide=True) for part in parts]
     for index, (part, array) in enumerate(zip(parts, arrays, strict=True)):

@@ -204,7 +204,7 @@ class TensorOperation(Operation):
         raise NotImplementedError
 
 
-class Part:
+class OperationTensor:
     """One tensor of an operation, with its adapter, its dtype, and whether the result overwrites it."""
 
     __slots__ = ("adapter", "dtype", "inplace", "tensor")

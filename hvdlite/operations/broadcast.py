@@ -8,7 +8,7 @@ from hvdlite.comm.ballot import SHOWN_BYTES
 from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.operations.absent import AbsentTensor
-from hvdlite.operations.base import Part, TensorOperation, check_root
+from hvdlite.operations.base import OperationTensor, TensorOperation, check_root
 from hvdlite.operations.device_rows import broadcast_on_device
 from hvdlite.tensors.reduction import nbytes_of
 
@@ -37,5 +37,5 @@ class Broadcast(TensorOperation, kind="broadcast"):
             if not (self.inplace and array.flags.writeable):
                 array = array.copy()
             collectives.broadcast(array.reshape(-1), self.root)
-            results.append(Part(tensor, adapter, dtype, self.inplace).deliver(array))
+            results.append(OperationTensor(tensor, adapter, dtype, self.inplace).deliver(array))
         return results

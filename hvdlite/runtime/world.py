@@ -14,7 +14,7 @@ from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.comm.interrupt import Interrupt
 from hvdlite.comm.mpi.start import never_finalize
 from hvdlite.comm.ordered.communicator import Communicators
-from hvdlite.comm.sockets.endpoint import Endpoint
+from hvdlite.comm.sockets.endpoint import SocketEndpoint
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.operations import Agreement
@@ -255,7 +255,7 @@ class World:
         end_job: Callable[[str], None],
         interrupt: Interrupt | None = None,
         job_ranks: Sequence[int] | None = None,
-        endpoint: Endpoint | None = None,
+        endpoint: SocketEndpoint | None = None,
     ) -> None:
         set_level(config.log_level)
         self.config = config

@@ -69,7 +69,7 @@ class Wish:
     save: Callable[[], str] | None = None
 
 
-class Losses:
+class LostRanks:
     """The wishes of the trainings of one rank, and what its launcher has said.
 
     Args:

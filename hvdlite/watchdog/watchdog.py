@@ -21,7 +21,7 @@ from hvdlite.errors import CommunicationError, HvdliteError, MismatchError, Peer
 from hvdlite.protocols import Transport, WaitKind
 from hvdlite.ranks.topology import Members
 from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
-from hvdlite.watchdog.departures import Departures, Losses
+from hvdlite.watchdog.departures import Departures, LostRanks
 from hvdlite.watchdog.launched import LaunchWatch
 from hvdlite.watchdog.letters import Letter
 from hvdlite.watchdog.links import Link, Links
@@ -41,7 +41,7 @@ _SUSPENDED_SECONDS = 5.0
 """If the watchdog's thread did not run for so long, the process was stopped. That time does not count as waiting."""
 
 
-class Guard:
+class WaitGuard:
     """The context manager of `Watchdog.guarded`.
 
     It may be used in several with statements, one after the other. It stands around every exchange, so it does little.
@@ -125,7 +125,7 @@ class Watchdog:
         self._numbers = itertools.count()
         self._completed: tuple[Callable[[], str], float] | None = None
         self._stalls = Stalls(transport.rank, config, self._tell, self._give_up, self._informer.stack_of)
-        self.losses = Losses(transport.rank, transport.size, config.control)
+        self.losses = LostRanks(transport.rank, transport.size, config.control)
         """The ranks that have failed, and without which the job goes on."""
         self._departures = Departures(transport.size)
         self._launches = LaunchWatch()
@@ -158,7 +158,7 @@ class Watchdog:
         channel: int = 0,
         link: Link | None = None,
         limit: float | None = None,
-    ) -> Guard:
+    ) -> WaitGuard:
         """Return a context manager that watches the body of a with statement, which is inside of a collective.
 
         Args:
@@ -170,7 +170,7 @@ class Watchdog:
             link: The link in which the body runs. Without a link no exception reaches the body, and a failure ends the job.
             limit: The longest time in seconds, for a body with a link; None for the setting `stall_shutdown_time_seconds`.
         """
-        return Guard(self, what, members, remember, channel, link, limit)
+        return WaitGuard(self, what, members, remember, channel, link, limit)
 
     def completed(self, what: Callable[[], str]) -> None:
         """Note that this rank has completed something. Reports name the latest; only then `what` is called for its text."""

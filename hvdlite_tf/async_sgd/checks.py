@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from hvdlite.async_sgd.server import Mode
-from hvdlite.async_sgd.training.options import Options
+from hvdlite.async_sgd.training.options import AsyncOptions
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
 from hvdlite_tf.gradients.optimizer_parts import has_servers, options_of
 from hvdlite_tf.gradients.stepped_alone import differs_alone
@@ -64,7 +64,7 @@ def check_torch_only(overlap: bool | None, overlap_pull: bool, hogwild: bool) ->
         )
 
 
-def check_settings(optimizer: Any, options: Options) -> None:
+def check_settings(optimizer: Any, options: AsyncOptions) -> None:
     """Raise an error if settings of an optimizer need what no server has.
 
     Raises:

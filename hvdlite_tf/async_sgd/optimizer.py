@@ -12,7 +12,7 @@ from hvdlite import ProcessSet
 from hvdlite.adapter.agreement import together
 from hvdlite.adapter.arguments import size_of
 from hvdlite.async_sgd.compensation import DelayCompensation
-from hvdlite.async_sgd.training.options import Options, Servers, make_options
+from hvdlite.async_sgd.training.options import AsyncOptions, Servers, make_options
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.async_sgd.checks import check_optimizer, check_parts, check_settings, check_torch_only
 from hvdlite_tf.async_sgd.training import KerasTraining
@@ -155,7 +155,7 @@ def _variables_of(optimizer: Any, model: Any) -> tuple[list[Any], list[Any]]:
     return trained, weights
 
 
-def _agree(optimizer: Any, weights: list[Any], options: Options) -> None:
+def _agree(optimizer: Any, weights: list[Any], options: AsyncOptions) -> None:
     """Check that all ranks call this alike, and give them the first rank's weights, state and learning rate."""
     settings = {key: value for key, value in optimizer.get_config().items() if key not in ("name", "learning_rate")}
     lines = [f"optimizer={type(optimizer).__name__}", *options.lines()]

@@ -10,11 +10,11 @@ import keras
 import numpy as np
 
 from hvdlite.async_sgd.compensation import DelayCompensation
-from hvdlite.async_sgd.deal import Layout
+from hvdlite.async_sgd.deal import ServerLayout
 from hvdlite.async_sgd.part import Push
 from hvdlite.protocols import Array
 from hvdlite_tf.async_sgd.served import Served
-from hvdlite_tf.async_sgd.state import State, assign_state, state_of
+from hvdlite_tf.async_sgd.state import OptimizerState, assign_state, state_of
 from hvdlite_tf.gradients.copies import copy_for, variable_like
 
 
@@ -28,7 +28,7 @@ class KerasPart:
         compensation: What to do about old gradients. What it keeps is not saved.
     """
 
-    def __init__(self, optimizer: Any, served: Served, layout: Layout, compensation: DelayCompensation) -> None:
+    def __init__(self, optimizer: Any, served: Served, layout: ServerLayout, compensation: DelayCompensation) -> None:
         self._served, self._layout, self._compensation = served, layout, compensation
         self._kept: dict[int, Array] = {}
         self._numbers = [number for number in layout.tensors if number != served.counter]  # which has the last place
@@ -41,22 +41,22 @@ class KerasPart:
         self._optimizer = copy_for(optimizer, originals, [*self._own, self._none])
         self._assign(state_of(optimizer, range(served.counter)))
 
-    def load(self, state: State) -> None:
+    def load(self, state: OptimizerState) -> None:
         """Take over the present values of the variables, and the optimizer's state."""
         for number, own in zip(self._numbers, self._own, strict=True):
             own.assign(self._served.read(number))
         self._assign(state)
 
-    def _assign(self, state: State) -> None:
+    def _assign(self, state: OptimizerState) -> None:
         self._kept.clear()
         assign_state(self._optimizer, state, self._numbers)
 
-    def state(self) -> State:
+    def state(self) -> OptimizerState:
         """Return the optimizer's state for this part."""
         return state_of(self._optimizer, self._numbers)
 
     def step(self, pushes: Sequence[Push]) -> None:
-        """See `hvdlite.async_sgd.part.Part`."""
+        """See `hvdlite.async_sgd.part.ServerPart`."""
         with np.errstate(over="ignore", invalid="ignore"):  # on_nan="pass on"
             self._step(pushes)
 
@@ -101,7 +101,7 @@ class KerasPart:
         return np.asarray(value, gradient.dtype)
 
     def read(self, into: Array) -> None:
-        """See `hvdlite.async_sgd.part.Part`."""
+        """See `hvdlite.async_sgd.part.ServerPart`."""
         tensors = self._served.tensors(into, self._layout)
         for number, own in zip(self._numbers, self._own, strict=True):
             tensors[number][...] = self._served.as_array(number, own)

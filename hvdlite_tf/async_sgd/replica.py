@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hvdlite.async_sgd.compensation import DelayCompensation
-from hvdlite.async_sgd.deal import Layout
+from hvdlite.async_sgd.deal import ServerLayout
 from hvdlite.async_sgd.rows import Rows
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array
@@ -49,7 +49,7 @@ class KerasReplica:
             and hasattr(optimizer, name)
         ]
 
-    def part(self, layout: Layout, compensation: DelayCompensation) -> KerasPart:
+    def part(self, layout: ServerLayout, compensation: DelayCompensation) -> KerasPart:
         """See `Replica`."""
         return KerasPart(self._optimizer, self.served, layout, compensation)
 

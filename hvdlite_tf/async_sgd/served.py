@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdlite.async_sgd.deal import Layout
+from hvdlite.async_sgd.deal import ServerLayout
 from hvdlite.async_sgd.rows import Rows
 from hvdlite.async_sgd.training.gradients import slices
 from hvdlite.protocols import Array, TensorInfo
@@ -43,7 +43,7 @@ class Served:
         info = self.infos[number]
         return data.view(dtype_of(info)).reshape(info.shape)
 
-    def tensors(self, data: Array, layout: Layout) -> dict[int, Array]:
+    def tensors(self, data: Array, layout: ServerLayout) -> dict[int, Array]:
         """Return the tensors of a layout in the memory of a message, by their numbers."""
         return {number: self.tensor(number, each) for number, each in slices(data, layout, self.sizes).items()}
 

@@ -1,4 +1,4 @@
-"""`State`: what an optimizer of Keras knows besides its settings, divided by the model's variables."""
+"""`OptimizerState`: what an optimizer of Keras knows besides its settings, divided by the model's variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdlite.protocols import Array
 from hvdlite_tf.gradients.optimizer_parts import shared_of, slots_of
 
 
-class State(NamedTuple):
+class OptimizerState(NamedTuple):
     """The state of an optimizer for some variables of a model.
 
     Attributes:
@@ -26,7 +26,7 @@ class State(NamedTuple):
     slots: dict[str, dict[int, Array]]
 
 
-def state_of(optimizer: Any, numbers: Sequence[int]) -> State:
+def state_of(optimizer: Any, numbers: Sequence[int]) -> OptimizerState:
     """Return copies of a built optimizer's state.
 
     Args:
@@ -37,10 +37,10 @@ def state_of(optimizer: Any, numbers: Sequence[int]) -> State:
         name: {number: _array(slot) for number, slot in zip(numbers, given, strict=False) if slot is not None}
         for name, given in slots_of(optimizer).items()
     }
-    return State(int(_array(optimizer._iterations)), [_array(each) for each in shared_of(optimizer)], slots)
+    return OptimizerState(int(_array(optimizer._iterations)), [_array(each) for each in shared_of(optimizer)], slots)
 
 
-def assign_state(optimizer: Any, state: State, numbers: Sequence[int]) -> None:
+def assign_state(optimizer: Any, state: OptimizerState, numbers: Sequence[int]) -> None:
     """Give a built optimizer a state.
 
     Args:
@@ -57,13 +57,13 @@ def assign_state(optimizer: Any, state: State, numbers: Sequence[int]) -> None:
                 slot.assign(state.slots[name][number])
 
 
-def together(states: Sequence[State]) -> State:
+def together(states: Sequence[OptimizerState]) -> OptimizerState:
     """Return the state of all variables. The parts have made the same steps."""
     slots: dict[str, dict[int, Array]] = {}
     for state in states:
         for name, given in state.slots.items():
             slots.setdefault(name, {}).update(given)
-    return State(states[0].iterations, states[0].shared, slots)
+    return OptimizerState(states[0].iterations, states[0].shared, slots)
 
 
 def _array(variable: Any) -> Array:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from hvdlite.api import rank
-from hvdlite.async_sgd.training.options import Options
+from hvdlite.async_sgd.training.options import AsyncOptions
 from hvdlite.async_sgd.training.training import AsyncTraining
 from hvdlite.protocols import Array, TensorInfo, WaitKind
 from hvdlite.tensors.numpy_adapter import dtype_of
@@ -32,7 +32,7 @@ class KerasTraining(AsyncTraining[Array]):
         knows_state: Whether the program's optimizer has the state that the servers had after this rank's last push.
     """
 
-    def __init__(self, optimizer: Any, options: Options) -> None:
+    def __init__(self, optimizer: Any, options: AsyncOptions) -> None:
         self._optimizer, self._backend = optimizer, backends.current()
         self._keras = KerasReplica(optimizer, options.checkpoint is not None)
         super().__init__(self._keras, options)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.adapter.array_sync import UNKNOWN, Gradient
-from hvdlite.adapter.tables import Rows
+from hvdlite.adapter.tables import TableRows
 from hvdlite.errors import UnsupportedTensorError
 from hvdlite.gradients.codec import Codec
 from hvdlite.protocols import Array, TensorInfo
@@ -109,7 +109,7 @@ def taken(kind: str, arrays: Iterator[Array]) -> Gradient:
     """Return a gradient of this kind, made of the next arrays."""
     found = take(kind, arrays)
     if kind == SPARSE:
-        return Rows(*found)
+        return TableRows(*found)
     return found[0] if found else None
 
 
@@ -120,4 +120,4 @@ def take(kind: str, items: Iterator[T]) -> list[T]:
 
 def arrays_of(gradient: Gradient) -> list[Array]:
     """Return the arrays of a gradient, which must not be None."""
-    return [*gradient] if isinstance(gradient, Rows) else [gradient]
+    return [*gradient] if isinstance(gradient, TableRows) else [gradient]

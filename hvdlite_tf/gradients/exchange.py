@@ -26,8 +26,8 @@ import hvdlite
 from hvdlite.adapter.array_sync import ArraySync, as_array
 from hvdlite.adapter.gradient_memory import Registry, enter_aggregator, numbers_of
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options
-from hvdlite.adapter.tables import Rows, as_rows
+from hvdlite.adapter.options import ExchangeOptions
+from hvdlite.adapter.tables import TableRows, as_rows
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.gradients.aggregator import name_of
@@ -50,7 +50,7 @@ class GradientExchange:
             may have functions of the same name over equal variables.
     """
 
-    def __init__(self, options: Options, identity: Identity | None = None) -> None:
+    def __init__(self, options: ExchangeOptions, identity: Identity | None = None) -> None:
         self.options = options
         self._identity = identity
         enter_aggregator(options)
@@ -118,7 +118,7 @@ class _Call:
 
     def __init__(
         self,
-        options: Options,
+        options: ExchangeOptions,
         sources: Sequence[Any],
         gradients: Sequence[Any],
         weight: Any,
@@ -160,7 +160,7 @@ class _Call:
         ]
         everything = self._sync.exchange(own, float(self._weight), lambda: values_of(self._sources), device=device)
         del own  # this is memory of TensorFlow
-        native = [i for i, found in enumerate(everything) if not isinstance(found, np.ndarray | Rows | None)]
+        native = [i for i, found in enumerate(everything) if not isinstance(found, np.ndarray | TableRows | None)]
         lent = iter(on_device.lend([everything[i] for i in native], device) if device is not None else [])
         combined: list[Any] = []
         for i, (wire, found) in enumerate(zip(self._wires, everything, strict=True)):

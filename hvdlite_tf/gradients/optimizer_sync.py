@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite_tf.gradients.local_variables import LocalVariables
 
 
-class Exchange(Protocol):
+class GradientCombiner(Protocol):
     """An object that combines gradients over the ranks, as tensors of a backend.
 
     `hvdlite_tf.gradients.exchange.GradientExchange` describes both methods.
     """
 
-    options: Options
+    options: ExchangeOptions
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
         """Return the gradients of all ranks."""
@@ -41,7 +41,9 @@ class OptimizerSync:
         local: The variables whose gradients are not exchanged.
     """
 
-    def __init__(self, exchange: Exchange, scale_local_gradients: bool, identity: Identity | None = None) -> None:
+    def __init__(
+        self, exchange: GradientCombiner, scale_local_gradients: bool, identity: Identity | None = None
+    ) -> None:
         self.exchange = exchange
         self.identity = identity
         self.local = LocalVariables(scale_local_gradients, exchange.options.process_set)

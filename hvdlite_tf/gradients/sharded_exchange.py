@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.adapter.sharded import ShardedSync
 from hvdlite.errors import ArgumentError, HvdliteError, UnsupportedTensorError
 from hvdlite.gradients.layout import Piece
@@ -33,7 +33,7 @@ from hvdlite_tf.variables import plain_variable, read
 T = TypeVar("T")
 
 
-class Received(NamedTuple):
+class ShardGradients(NamedTuple):
     """What one step of a sharded optimizer begins with.
 
     Attributes:
@@ -69,7 +69,7 @@ class ShardedExchange:
 
     def __init__(
         self,
-        options: Options,
+        options: ExchangeOptions,
         identity: Identity,
         variables: Sequence[Any],
         whole: bool,
@@ -84,7 +84,7 @@ class ShardedExchange:
         self.pieces = place.pieces(self._infos, whole)
         self.sync = ShardedSync(self._infos, options.op, options.process_set, identity, whole, place)
 
-    def combine(self, gradients: Sequence[Any], weight: Any, pieces: Sequence[Piece]) -> Received:
+    def combine(self, gradients: Sequence[Any], weight: Any, pieces: Sequence[Piece]) -> ShardGradients:
         """Return this rank's shard of the gradients of all ranks. Every rank calls this.
 
         Args:
@@ -108,7 +108,7 @@ class ShardedExchange:
                 pieces,
             )
             tensors = [None if g is None else tf.convert_to_tensor(g) for g in found.gradients]
-            return Received(found.changed, tensors, found.there)
+            return ShardGradients(found.changed, tensors, found.there)
         return self._combine_in_graph(given, weight, pieces)
 
     def _dense(self, gradient: Any, variable: Any) -> Any:
@@ -122,7 +122,7 @@ class ShardedExchange:
             )
         return as_dense(gradient, variable)
 
-    def _combine_in_graph(self, given: Sequence[Any], weight: Any, pieces: Sequence[Piece]) -> Received:
+    def _combine_in_graph(self, given: Sequence[Any], weight: Any, pieces: Sequence[Piece]) -> ShardGradients:
         if is_built_for_a_session():
             raise ArgumentError(
                 "shard=True: this is a graph for a session of TensorFlow 1, and a sharded optimizer works in eager code and in "
@@ -133,7 +133,7 @@ class ShardedExchange:
         agreed = Agreed(weakref.proxy(self.sync), key, kinds)
         expected = agreed.union() or kinds
         if set(expected) == {NONE}:  # Keras raises an error, on all ranks
-            return Received(False, [None] * len(pieces), [False] * len(kinds))
+            return ShardGradients(False, [None] * len(pieces), [False] * len(kinds))
         names = [variable.name for variable in self._variables]
         there = [place for place, gradient in enumerate(given) if gradient is not None]
         dtypes = [variable.dtype for variable in self._variables]
@@ -158,11 +158,11 @@ class ShardedExchange:
         specs = [tf.TensorSpec((piece.stop - piece.start,), dtypes[piece.tensor]) for piece in stepped]
         changed, *results = ordered(run, inputs, [tf.TensorSpec((), tf.bool), *specs])
         combined = dict(zip(stepped, results, strict=True))
-        return Received(changed, [combined.get(piece) for piece in pieces], [kind != NONE for kind in expected])
+        return ShardGradients(changed, [combined.get(piece) for piece in pieces], [kind != NONE for kind in expected])
 
     def _exchange(
         self, own: Sequence[Array | None], weight: float, variables: Sequence[Array], pieces: Sequence[Piece]
-    ) -> Received:
+    ) -> ShardGradients:
         changed = self.sync.have_changed(variables)
         found = self.sync.exchange(own, weight, lambda: list(variables))
         self._stepped()
@@ -171,7 +171,7 @@ class ShardedExchange:
             whole = found[piece.tensor]
             gradient = None if whole is None else whole[piece.start : piece.stop]
             gradients.append(gradient.copy() if self._copies and gradient is not None else gradient)
-        return Received(changed, gradients, [each is not None for each in found])
+        return ShardGradients(changed, gradients, [each is not None for each in found])
 
     def publish(self, pieces: Sequence[Piece], values: Sequence[Any], after: Sequence[Any]) -> None:
         """Give the variables of all ranks the values of all pieces. Every rank calls this after `combine`.

@@ -30,7 +30,7 @@ from hvdlite_tf.horovod.operations import (
     reducescatter,
 )
 from hvdlite_tf.optimizers import wrap as own
-from hvdlite_tf.optimizers.keras import Distributed
+from hvdlite_tf.optimizers.keras import DistributedKerasOptimizer
 from hvdlite_tf.optimizers.tf_keras import DistributedTfKeras
 from hvdlite_tf.optimizers.v1 import DistributedV1
 
@@ -56,7 +56,7 @@ def with_habits(wrap: Wrap) -> Wrap:
     @functools.wraps(wrap)
     def wrapped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         distributed = wrap(optimizer, *args, **kwargs)
-        if isinstance(distributed, Distributed):
+        if isinstance(distributed, DistributedKerasOptimizer):
             distributed._hvdlite.identity.may_differ = True
             _add_to_class(distributed, KerasHabits)
         elif isinstance(distributed, DistributedTfKeras):

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.trainer import Trainer
 
-from hvdlite_tf.optimizers.keras import Distributed
+from hvdlite_tf.optimizers.keras import DistributedKerasOptimizer
 
 _DROPPED = "experimental_run_tf_function"
 
@@ -50,7 +50,7 @@ def gradients_of(loss: Any, variables: Any, output_gradients: Any, tape: Any) ->
     return list(zip(tape.gradient(loss, variables, output_gradients), variables, strict=True))
 
 
-class KerasHabits(Distributed):
+class KerasHabits(DistributedKerasOptimizer):
     """A mixin with ``variables()``, ``lr`` and ``_compute_gradients`` of optimizers in Keras 2 and Horovod."""
 
     @property
@@ -93,7 +93,7 @@ class KerasHabits(Distributed):
         """Apply gradients. Combine them before, unless they come from `_compute_gradients` or `_allreduce`."""
         gradients = list(grads)
         if is_known(gradients, self.__dict__.get("_horovod_combined", ())):
-            super(Distributed, self).apply(gradients, trainable_variables)
+            super(DistributedKerasOptimizer, self).apply(gradients, trainable_variables)
         else:
             super().apply(gradients, trainable_variables)
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.adapter.inner_class import InnerClass, refuse
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.compat.common.basics import HorovodBasics
 from hvdlite.errors import ArgumentError
 from hvdlite.tensors.compression import Compression, Compressor
@@ -80,7 +80,7 @@ def _make_allreduce_grads_fn(
     """
     check_groups(0, groups)
     exchange = GradientExchange(
-        Options(
+        ExchangeOptions(
             op=op,
             process_set=process_set,
             compression=compression or Compression.none,

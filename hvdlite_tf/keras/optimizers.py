@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
-from hvdlite.adapter.options import Options, combined_by
+from hvdlite.adapter.options import ExchangeOptions, combined_by
 from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.gradients.local_variables import LocalVariables
@@ -47,7 +47,7 @@ def DistributedOptimizer(
         [[-0.5], [-0.5]]
     """
     compressor, aggregator = combined_by(compression, None)
-    options = Options(op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator)
+    options = ExchangeOptions(op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator)
     return distribute(optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
 
 
@@ -97,7 +97,7 @@ def PartialDistributedOptimizer(
     layers = [] if local_layers is None else local_layers if isinstance(local_layers, Iterable) else [local_layers]
     LocalVariables().register_layers(layers)  # raises before the optimizer is changed
     compressor, aggregator = combined_by(compression, None)
-    options = Options(op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator)
+    options = ExchangeOptions(op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator)
     wrapped: Any = distribute(
         optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients
     )

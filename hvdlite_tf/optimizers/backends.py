@@ -13,10 +13,10 @@ import keras
 
 from hvdlite.adapter.eager_sync import EagerSync
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array, TensorInfo
-from hvdlite_tf.gradients.optimizer_sync import Exchange
+from hvdlite_tf.gradients.optimizer_sync import GradientCombiner
 from hvdlite_tf.variables import plain_variable
 
 Function = Callable[..., Sequence[Array]]
@@ -33,7 +33,7 @@ class Weight(Protocol):
 class Backend(Protocol):
     """The functions of a backend that a distributed optimizer needs."""
 
-    def exchange(self, options: Options, identity: Identity) -> Exchange:
+    def exchange(self, options: ExchangeOptions, identity: Identity) -> GradientCombiner:
         """Make the exchange of gradients for the optimizer of this identity."""
         ...
 
@@ -89,7 +89,7 @@ class _TorchExchange(EagerSync):
 class _Torch:
     """The backend torch, whose training steps are eager."""
 
-    def exchange(self, options: Options, identity: Identity) -> Exchange:
+    def exchange(self, options: ExchangeOptions, identity: Identity) -> GradientCombiner:
         return _TorchExchange(options, identity)
 
     def weight(self) -> Weight:

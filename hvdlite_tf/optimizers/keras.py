@@ -19,7 +19,7 @@ from hvdlite.adapter.agreement import all_together
 from hvdlite.adapter.few_bytes.local_steps import Rounds
 from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options, check_passes
+from hvdlite.adapter.options import ExchangeOptions, check_passes
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
 from hvdlite_tf.gradients.optimizer_parts import has_servers, innermost, passes_of, rates_of_variables, settings_of
@@ -33,7 +33,7 @@ from hvdlite_tf.variables import has_value, is_slices, note_own, plain_variable,
 
 def distribute_keras(
     optimizer: Any,
-    options: Options,
+    options: ExchangeOptions,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     scale_local_gradients: bool = True,
@@ -55,7 +55,7 @@ def distribute_keras(
             backend, or the arguments do not fit together.
     """
     inner = check(optimizer)
-    state = State(options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
+    state = DistributedState(options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
     if backward_passes_per_step != 1:
         accumulate(inner, backward_passes_per_step)
     if options.local_steps is not None:
@@ -69,12 +69,14 @@ def distribute_keras(
     return optimizer
 
 
-class State(OptimizerSync):
+class DistributedState(OptimizerSync):
     """The state that a distributed optimizer has and a plain one does not."""
 
     identity: Identity
 
-    def __init__(self, options: Options, passes: int, average_passes: bool, scale_local_gradients: bool) -> None:
+    def __init__(
+        self, options: ExchangeOptions, passes: int, average_passes: bool, scale_local_gradients: bool
+    ) -> None:
         backend = backends.current()
         identity = Identity(options.process_set)
         alone = options.local_steps is not None
@@ -94,7 +96,7 @@ class State(OptimizerSync):
     @property
     def methods(self) -> type:
         """The class with the methods that the optimizer gets."""
-        return Distributed
+        return DistributedKerasOptimizer
 
     def enter(self, optimizer: Any) -> None:
         """Note that this is the state of `optimizer` now."""
@@ -104,10 +106,10 @@ class State(OptimizerSync):
         return super().combine(variables, gradients, self.weight if weight is None else weight)
 
 
-class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy does not see Keras
+class DistributedKerasOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy does not see Keras
     """The methods that `distribute_keras` adds to an optimizer's class."""
 
-    _hvdlite: State
+    _hvdlite: DistributedState
 
     def average_parameters(self) -> None:
         """Bring the parameters of all ranks together now, before the program evaluates or saves. Every rank calls this.
@@ -293,7 +295,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
     @classmethod
     def from_config(cls, config: Any, *arguments: Any, **keywords: Any) -> Any:
         """Make a plain optimizer of this configuration. The arguments are those of the plain class."""
-        plain: Any = next(base for base in cls.__mro__ if not issubclass(base, Distributed))
+        plain: Any = next(base for base in cls.__mro__ if not issubclass(base, DistributedKerasOptimizer))
         return plain.from_config(config, *arguments, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -302,7 +304,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         return self.__class__._unpickle_model, arguments
 
 
-def wrap(optimizer: Any, state: State) -> None:
+def wrap(optimizer: Any, state: DistributedState) -> None:
     """Make an optimizer a distributed one with this state."""
     optimizer.__class__ = named_like(type(optimizer), state.methods)
     # A plain assignment would make Keras track the variables in the state.
@@ -359,7 +361,7 @@ def check(optimizer: Any) -> Any:
         DistributedAlreadyError: It is distributed already, or one inside of it is.
         ArgumentError: It is of another kind, or hvdlite does not support Keras' backend.
     """
-    if isinstance(optimizer, Distributed) or has_servers(optimizer):
+    if isinstance(optimizer, DistributedKerasOptimizer) or has_servers(optimizer):
         raise DistributedAlreadyError("this optimizer is distributed already: wrap it once.")
     backends.current()
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -375,7 +377,7 @@ def check(optimizer: Any) -> Any:
     inner = optimizer
     while isinstance(inner, keras.optimizers.LossScaleOptimizer):
         inner = inner.inner_optimizer
-        if isinstance(inner, Distributed):
+        if isinstance(inner, DistributedKerasOptimizer):
             raise DistributedAlreadyError(
                 "the optimizer inside of this LossScaleOptimizer is distributed already: wrap it once."
             )

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from hvdlite.adapter.few_bytes.local_steps import OUTER_MOMENTUM, OUTER_RATE, DiLoCo, Rounds
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.api import Average, allreduce
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array, TensorInfo
@@ -24,13 +24,13 @@ from hvdlite_tf.variables import is_slices, plain_variable
 
 
 class OwnGradients:
-    """The `hvdlite_tf.gradients.optimizer_sync.Exchange` of an optimizer that steps with its rank's own gradients.
+    """The `hvdlite_tf.gradients.optimizer_sync.GradientCombiner` of an optimizer that steps with its rank's own gradients.
 
     Args:
         options: The options of the optimizer.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: ExchangeOptions) -> None:
         self.options = options
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
@@ -58,7 +58,7 @@ class LocalSteps:
         ArgumentError: The outer optimizer is not one of Keras.
     """
 
-    def __init__(self, options: Options, passes: int, local: LocalVariables) -> None:
+    def __init__(self, options: ExchangeOptions, passes: int, local: LocalVariables) -> None:
         how = options.local_steps
         assert how is not None
         self.rounds = Rounds(how, options.process_set, options.codec, passes)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.ops.ordered import ordered
@@ -18,7 +18,7 @@ from hvdlite_tf.ops.ordered import ordered
 class TensorFlow:
     """The backend TensorFlow, whose training steps may be tf.functions."""
 
-    def exchange(self, options: Options, identity: Identity) -> GradientExchange:
+    def exchange(self, options: ExchangeOptions, identity: Identity) -> GradientExchange:
         return GradientExchange(options, identity)
 
     def weight(self) -> Any:

@@ -7,13 +7,13 @@ from typing import Any
 import keras
 
 import hvdlite
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import name_of
 from hvdlite_tf.gradients.stepped_alone import VARIABLEWISE, differs_alone, steps_each_alone
 
 
-def check_shardable(optimizer: Any, options: Options) -> bool:
+def check_shardable(optimizer: Any, options: ExchangeOptions) -> bool:
     """Raise an error if an optimizer cannot be sharded.
 
     Args:

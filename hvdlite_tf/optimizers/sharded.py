@@ -24,13 +24,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.adapter.agreement import all_together
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.api import allgather_object, broadcast_object, world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError, ranks_text
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite_tf.gradients.optimizer_parts import innermost
 from hvdlite_tf.optimizers import backends
-from hvdlite_tf.optimizers.keras import Distributed, State, accumulate, check, wrap
+from hvdlite_tf.optimizers.keras import DistributedKerasOptimizer, DistributedState, accumulate, check, wrap
 from hvdlite_tf.optimizers.plain_class import named_like
 from hvdlite_tf.optimizers.shard_state import assign_state, replicated_in, whole_copy
 from hvdlite_tf.optimizers.shardable import check_shardable
@@ -40,7 +40,7 @@ from hvdlite_tf.variables import plain_variable, read, times
 
 def distribute_sharded(
     optimizer: Any,
-    options: Options,
+    options: ExchangeOptions,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     scale_local_gradients: bool = True,
@@ -69,7 +69,7 @@ def distribute_sharded(
     return optimizer
 
 
-class ShardedState(State):
+class ShardedState(DistributedState):
     """The state that a sharded optimizer has and a plain one does not.
 
     Attributes:
@@ -81,7 +81,7 @@ class ShardedState(State):
     """
 
     def __init__(
-        self, options: Options, passes: int, average_passes: bool, scale_local: bool, whole: bool, name: str
+        self, options: ExchangeOptions, passes: int, average_passes: bool, scale_local: bool, whole: bool, name: str
     ) -> None:
         super().__init__(options, passes, average_passes, scale_local)
         everybody = all_together("shard=True", options.process_set)
@@ -99,7 +99,7 @@ class ShardedState(State):
 
     @property
     def methods(self) -> type:
-        return Sharded
+        return ShardedKerasOptimizer
 
     def enter(self, optimizer: Any) -> None:
         inner = innermost(optimizer)
@@ -213,7 +213,7 @@ class Stepping(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy does n
         )
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the state of all ranks together, in the form in which a plain optimizer writes it. See `Sharded.whole_state`.
+        """Write the state of all ranks together, as a plain optimizer writes it. See `ShardedKerasOptimizer.whole_state`.
 
         Raises:
             ArgumentError: The program is not in the body of ``with optimizer.whole_state():``.
@@ -228,7 +228,7 @@ class Stepping(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy does n
                 "rank run `with optimizer.whole_state():`, and save in its body, on one rank: model.save(file). Or use "
                 "hvd.checkpoint.save(…), or hvd.callbacks.BestModelCheckpoint with save_freq='epoch'."
             )
-        copied = state.saved if isinstance(self, Sharded) else innermost(state.saved)
+        copied = state.saved if isinstance(self, ShardedKerasOptimizer) else innermost(state.saved)
         copied.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
@@ -238,7 +238,7 @@ class Stepping(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy does n
         """
         if not self.built:
             super().load_own_variables(store)
-        elif isinstance(self, Sharded):
+        elif isinstance(self, ShardedKerasOptimizer):
             copied = self.hvdlite_plain()
             copied.load_own_variables(store)
             if len(store.keys()) == len(copied.variables):  # if not, Keras has warned
@@ -246,7 +246,7 @@ class Stepping(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy does n
         # The one inside a LossScaleOptimizer has been given its part by that.
 
 
-class Sharded(Stepping, Distributed):
+class ShardedKerasOptimizer(Stepping, DistributedKerasOptimizer):
     """The methods that `distribute_sharded` adds to an optimizer's class."""
 
     _hvdlite: ShardedState
@@ -359,14 +359,14 @@ class Sharded(Stepping, Distributed):
                 self.build(given)
                 self.built = True
         if not gradients or not self.built:
-            super(Distributed, self).apply(gradients, given)  # which does nothing, or raises
+            super(DistributedKerasOptimizer, self).apply(gradients, given)  # which does nothing, or raises
             return
         state, shards = self._hvdlite, self._hvdlite.dealt
         given = shards.variables if given is None else given
         own = self._by_number(gradients, given)
         received = shards.exchange.combine(own, state.weight, shards.pieces)
         if not any(received.there):
-            super(Distributed, self).apply([None], shards.values[-1:])  # Keras raises its own error
+            super(DistributedKerasOptimizer, self).apply([None], shards.values[-1:])  # Keras raises its own error
         missing = [place for place in shards.numbers_of(given) if not received.there[place]]
         if missing:  # as Keras does
             names = [getattr(shards.variables[place], "path", shards.variables[place].name) for place in missing]
@@ -383,7 +383,7 @@ class Sharded(Stepping, Distributed):
             nothing = shards.values[-1]
             pieces, values, state.stepping = [tf.zeros((0,), nothing.dtype)], [nothing], [0]
         with self._reading_averages():
-            super(Distributed, self).apply(pieces, values)
+            super(DistributedKerasOptimizer, self).apply(pieces, values)
         self._publish()
 
     def _by_number(self, gradients: Sequence[Any], given: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.api import allgather_object
 from hvdlite.gradients.layout import ALIGNMENT, Piece
 from hvdlite.gradients.sharded_reducer import Place
@@ -54,7 +54,7 @@ class Shards:
 
     def __init__(
         self,
-        options: Options,
+        options: ExchangeOptions,
         identity: Identity,
         variables: Sequence[Any],
         whole: bool,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite_tf.gradients.accumulation import LocalGradientAggregationHelperEager
 from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.gradients.optimizer_sync import OptimizerSync
@@ -35,7 +35,7 @@ class SummedPasses(OptimizerSync):
 
     def __init__(
         self,
-        options: Options,
+        options: ExchangeOptions,
         passes: int,
         average: bool,
         scale_local_gradients: bool,

@@ -20,7 +20,7 @@ import tensorflow as tf
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.adapter.arguments import check_linear
-from hvdlite.adapter.options import Options, combined_by
+from hvdlite.adapter.options import ExchangeOptions, combined_by
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
 from hvdlite.gradients.aggregator import Aggregator, name_of
 from hvdlite.tensors.compression import Compression, Compressor
@@ -82,13 +82,13 @@ def DistributedGradientTape(
         >>> on_ranks(2, gradient)  # this rank's own gradient would be its number
         [[0.5], [0.5]]
     """
-    if isinstance(gradtape, Distributed):
+    if isinstance(gradtape, DistributedTape):
         raise DistributedAlreadyError("this tape is distributed already: wrap it once.")
     if not isinstance(gradtape, tf.GradientTape):
         raise ArgumentError(f"expected a tf.GradientTape; got {type(gradtape).__name__}.")
     check_groups(num_groups, groups)
     compressor, aggregator = combined_by(compression, None)
-    options = Options(
+    options = ExchangeOptions(
         op=op,
         process_set=process_set,
         compression=compressor,
@@ -157,7 +157,7 @@ def PartialDistributedGradientTape(
     return tape
 
 
-class Distributed(tf.GradientTape):  # type: ignore[misc]  # mypy does not see TensorFlow
+class DistributedTape(tf.GradientTape):  # type: ignore[misc]  # mypy does not see TensorFlow
     """The methods that `DistributedGradientTape` adds to a tape's class."""
 
     # These are slots, because the object shares its dictionary of attributes with the tape that it was made from.
@@ -233,10 +233,10 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]  # mypy does not see T
 
 @functools.cache
 def _distributed(plain: Any) -> type[Any]:
-    """Return a subclass of `plain` with the methods of `Distributed` and the same name."""
+    """Return a subclass of `plain` with the methods of `DistributedTape` and the same name."""
     return type(
         plain.__name__,
-        (Distributed, plain),
+        (DistributedTape, plain),
         {"__slots__": (), "__module__": plain.__module__, "__doc__": plain.__doc__},
     )
 

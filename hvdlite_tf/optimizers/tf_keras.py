@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
 from hvdlite_tf.gradients.optimizer_parts import passes_of, rates_of_variables, settings_of, state_of
 from hvdlite_tf.optimizers.summed_passes import SummedPasses
@@ -28,7 +28,7 @@ def is_tf_keras(optimizer: Any) -> bool:
 
 def distribute_tf_keras(
     optimizer: Any,
-    options: Options,
+    options: ExchangeOptions,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     scale_local_gradients: bool = True,
@@ -88,7 +88,7 @@ class _State(SummedPasses):
 
     identity: Identity
 
-    def __init__(self, options: Options, passes: int, average: bool, scale_local: bool) -> None:
+    def __init__(self, options: ExchangeOptions, passes: int, average: bool, scale_local: bool) -> None:
         super().__init__(options, passes, average, scale_local, Identity(options.process_set))
         self.counts_passes = False
         """Whether the optimizer's `iterations` count all passes, as in Horovod. If not, they count only the updates, which is

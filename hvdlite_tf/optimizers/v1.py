@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
 from hvdlite_tf.optimizers.summed_passes import SummedPasses
 from hvdlite_tf.training.objects import note_out_of_reach
@@ -16,7 +16,7 @@ from hvdlite_tf.training.state import broadcast_variables
 
 def distribute_v1(
     optimizer: tf.compat.v1.train.Optimizer,
-    options: Options,
+    options: ExchangeOptions,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     scale_local_gradients: bool = True,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.adapter.few_bytes.local_steps import LocalSGD
-from hvdlite.adapter.options import Options, check_passes, combined_by
+from hvdlite.adapter.options import ExchangeOptions, check_passes, combined_by
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import Aggregator
@@ -105,7 +105,9 @@ def DistributedOptimizer(
         [(-0.5, 32), (-0.5, 32)]
     """
     compressor, aggregator = combined_by(compression, aggregator)
-    options = Options(op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator, local_steps)
+    options = ExchangeOptions(
+        op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator, local_steps
+    )
     return distribute(
         optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients, shard
     )
@@ -113,7 +115,7 @@ def DistributedOptimizer(
 
 def distribute(
     optimizer: Opt,
-    options: Options,
+    options: ExchangeOptions,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     scale_local_gradients: bool = True,

@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.adapter.pipeline.stages import Stages
+from hvdlite.adapter.pipeline.stages import StageRanks
 from hvdlite_tf.gradients.optimizer_parts import innermost
 from hvdlite_tf.variables import times
 
 
-def join_stages(optimizer: Any, stages: Stages) -> None:
+def join_stages(optimizer: Any, stages: StageRanks) -> None:
     """Let `global_clipnorm` be the norm over the stages of a model, and all of them skip a step if one has an overflow.
 
     Args:
@@ -36,7 +36,7 @@ def join_stages(optimizer: Any, stages: Stages) -> None:
         object.__setattr__(optimizer, "check_finite", check_finite)
 
 
-def _clipped(optimizer: Any, stages: Stages, gradients: list[Any]) -> Any:
+def _clipped(optimizer: Any, stages: StageRanks, gradients: list[Any]) -> Any:
     most = optimizer.global_clipnorm
     if optimizer.clipnorm or not most or most <= 0:
         return type(optimizer)._clip_gradients(optimizer, gradients)

@@ -15,7 +15,7 @@ from hvdlite.adapter.arguments import Everybody, rank_in, size_of
 from hvdlite.adapter.pipeline.bubble import Bubble
 from hvdlite.adapter.pipeline.relay import Relay
 from hvdlite.adapter.pipeline.schedules import one_forward_one_backward
-from hvdlite.adapter.pipeline.stages import Stages
+from hvdlite.adapter.pipeline.stages import StageRanks
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 from hvdlite.ranks.process_set import ProcessSet
@@ -23,8 +23,8 @@ from hvdlite_tf.pipeline.batch import cut, length_of
 from hvdlite_tf.pipeline.checks import check_optimizer, own_stage
 from hvdlite_tf.pipeline.joint import join_stages
 from hvdlite_tf.pipeline.losses import Shares
-from hvdlite_tf.pipeline.stage import StagePasses
-from hvdlite_tf.pipeline.values import TensorCodec
+from hvdlite_tf.pipeline.stage import KerasStagePasses
+from hvdlite_tf.pipeline.values import EagerTensorCodec
 from hvdlite_tf.split import note
 
 
@@ -77,12 +77,12 @@ class Pipeline(keras.Model):  # type: ignore[misc]
         check_count("microbatches", microbatches)
         place, places = rank_in(process_set), size_of(process_set)
         self.stage, first = own_stage(stages, place, places, process_set)
-        self._split = Stages("Pipeline", process_set)
+        self._split = StageRanks("Pipeline", process_set)
         note(self._split, self.stage.weights, first)
         self._place, self._places, self._microbatches, self._process_set = place, places, microbatches, process_set
         self._bubble = Bubble()
-        self._relay = Relay(process_set, place, places, one_forward_one_backward, 1, TensorCodec())
-        self._passes = StagePasses(self.stage, self._bubble, place, places)
+        self._relay = Relay(process_set, place, places, one_forward_one_backward, 1, EagerTensorCodec())
+        self._passes = KerasStagePasses(self.stage, self._bubble, place, places)
         self._shares: Shares | None = None
         self._counts_here = self._is_checked = False
         self.built = True

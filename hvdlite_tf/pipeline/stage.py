@@ -1,4 +1,4 @@
-"""`StagePasses`: the forward and the backward passes of micro-batches through the stage of one rank."""
+"""`KerasStagePasses`: the forward and the backward passes of micro-batches through the stage of one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Loss = Callable[[int, Any], tuple[Any, float]]
 """``loss(part, output)`` returns the loss of a micro-batch from the output of the last stage, and its share in the batch's."""
 
 
-class _Pass(NamedTuple):
+class _TapedPass(NamedTuple):
     """A forward pass whose backward pass has not come yet."""
 
     tape: tf.GradientTape
@@ -24,7 +24,7 @@ class _Pass(NamedTuple):
     """The outputs that have gradients; and a scalar, the loss of this stage."""
 
 
-class StagePasses:
+class KerasStagePasses:
     """The passes of micro-batches through one model. See `hvdlite.adapter.pipeline.relay.Stage`.
 
     Args:
@@ -41,7 +41,7 @@ class StagePasses:
     def __init__(self, model: keras.Model, bubble: Bubble, place: int, places: int) -> None:
         self._model, self._bubble = model, bubble
         self.place, self.is_first, self.is_last = place, place == 0, place == places - 1
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, _TapedPass] = {}
         self._dtype = tf.as_dtype(keras.config.floatx())  # of losses
         self._compiled = tf.function(self._call, autograph=False)
         self.begin([], [], None, False)
@@ -94,7 +94,7 @@ class StagePasses:
         else:
             targets = [*_floating(output), *targets]
         if self._trains:
-            self._passes[part] = _Pass(tape, inputs, targets)
+            self._passes[part] = _TapedPass(tape, inputs, targets)
         return output, before + own
 
     def backward(self, part: int, values: Any) -> Any:

@@ -14,7 +14,7 @@ from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import Array
 
 
-class TensorCodec:
+class EagerTensorCodec:
     """Converts eager tensors in any nesting of lists, tuples and dicts."""
 
     def pack(self, values: Any) -> Packed:

@@ -47,7 +47,7 @@ def rows_of(batch: Any) -> Any:
     return 1
 
 
-class Replica(tf.distribute.ReplicaContext):  # type: ignore[misc]  # mypy does not see TensorFlow
+class RankContext(tf.distribute.ReplicaContext):  # type: ignore[misc]  # mypy does not see TensorFlow
     """The replica context of a rank.
 
     Attributes:
@@ -102,4 +102,4 @@ class Replica(tf.distribute.ReplicaContext):  # type: ignore[misc]  # mypy does 
 def share_here() -> Share | None:
     """Return this rank's share of the batch if the running code is a step of Keras under a `Strategy`; else None."""
     context = tf.distribute.get_replica_context()
-    return context.share if isinstance(context, Replica) else None
+    return context.share if isinstance(context, RankContext) else None

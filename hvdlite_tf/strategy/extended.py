@@ -18,13 +18,13 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 import hvdlite
 from hvdlite import ReduceOp
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.ops.allgather import allgather
 from hvdlite_tf.ops.allreduce import grouped_allreduce
-from hvdlite_tf.strategy.context import Replica, Share
+from hvdlite_tf.strategy.context import RankContext, Share
 from hvdlite_tf.strategy.dataset import DistributedDataset, distribute, meet_before_keras_reads
 from hvdlite_tf.strategy.variables import create_variable
 
@@ -113,7 +113,7 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
             self._share = self._model = None
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        with tf.device(self._device), Replica(self._container_strategy(), self._rank, self._share):
+        with tf.device(self._device), RankContext(self._container_strategy(), self._rank, self._share):
             return fn(*args, **kwargs)
 
     def _replica_ctx_update(self, var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
@@ -130,7 +130,7 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
     def updates(self) -> bool:
         """Whether the running code assigns what is that of all ranks already: an optimizer's step, or `update`."""
         context = tf.distribute.get_replica_context()
-        return self._updates or (isinstance(context, Replica) and context.optimizes)
+        return self._updates or (isinstance(context, RankContext) and context.optimizes)
 
     def is_exact(self, variable: tf.Variable) -> bool:
         """Return whether a metric of the step counts a loss that is that of all ranks already, one for each output."""
@@ -147,11 +147,11 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
     def over_ranks(self, reduce_op: Any, tensors: Sequence[Any]) -> list[Any]:
         """Reduce tensors, variables or tf.IndexedSlices over the ranks as one operation."""
         context = tf.distribute.get_replica_context()
-        if isinstance(context, Replica) and context.optimizes:
+        if isinstance(context, RankContext) and context.optimizes:
             return list(tensors)
         op, own = op_over_ranks(reduce_op), [_own(tensor) for tensor in tensors]
         if op is hvdlite.Sum and _are_large(own):  # the gradients of an optimizer that is not a distributed one
-            return GradientExchange(Options(op=op)).combine(own, own)
+            return GradientExchange(ExchangeOptions(op=op)).combine(own, own)
         return list(grouped_allreduce(own, op=op))
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:

@@ -15,12 +15,12 @@ from typing import Any
 import tensorflow as tf
 
 import hvdlite
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
 from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.optimizers.tf_keras import is_tf_keras
 from hvdlite_tf.optimizers.wrap import distribute
-from hvdlite_tf.strategy.context import Replica
+from hvdlite_tf.strategy.context import RankContext
 
 _MARK = "_hvdlite_strategy"
 
@@ -36,7 +36,7 @@ class StrategyExchange(GradientExchange):
             of rows, so `fill` weights the gradients then.
     """
 
-    def __init__(self, options: Options, accumulates: bool) -> None:
+    def __init__(self, options: ExchangeOptions, accumulates: bool) -> None:
         super().__init__(options)
         self._accumulates = accumulates
 
@@ -57,7 +57,7 @@ def prepare(optimizer: Any, strategy: tf.distribute.Strategy) -> Any:
     """
     if getattr(optimizer, _MARK, None) is strategy:
         return optimizer
-    options = Options(op=hvdlite.Sum)
+    options = ExchangeOptions(op=hvdlite.Sum)
     try:
         distribute(optimizer, options)
     except DistributedAlreadyError:
@@ -80,9 +80,9 @@ def _apply_alone(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         context = tf.distribute.get_replica_context()
-        if not isinstance(context, Replica):
+        if not isinstance(context, RankContext):
             raise ArgumentError("apply_gradients() of an optimizer under a strategy: call it within strategy.run().")
-        with Replica(strategy, strategy.extended.rank, context.share, optimizes=True):
+        with RankContext(strategy, strategy.extended.rank, context.share, optimizes=True):
             return plain_apply(*args, **kwargs)
 
     # A plain assignment would make Keras look for variables in it.
@@ -92,7 +92,7 @@ def _apply_alone(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
 def _by_rows(gradients: Sequence[Any]) -> list[Any]:
     """Multiply gradients by `Share.scale` in a step of Keras. If the shares are even, nothing is computed."""
     context = tf.distribute.get_replica_context()
-    if not isinstance(context, Replica) or context.share is None:
+    if not isinstance(context, RankContext) or context.share is None:
         return list(gradients)
     scale = context.share.scale
     values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]

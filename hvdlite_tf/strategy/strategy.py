@@ -15,7 +15,7 @@ import hvdlite
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.ops.allreduce import grouped_allreduce
-from hvdlite_tf.strategy.context import Replica, Share
+from hvdlite_tf.strategy.context import RankContext, Share
 from hvdlite_tf.strategy.extended import Extended, gather, op_over_ranks
 from hvdlite_tf.strategy.losses import losses_of_all_rows
 from hvdlite_tf.strategy.optimizers import prepare
@@ -153,7 +153,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         """
         self.extended.check_world()
         op = op_over_ranks(reduce_op)
-        if isinstance(tf.distribute.get_replica_context(), Replica):
+        if isinstance(tf.distribute.get_replica_context(), RankContext):
             raise ArgumentError("strategy.reduce() within run(): use tf.distribute.get_replica_context().all_reduce().")
         flat = tf.nest.flatten(value)
         if axis is None:

@@ -19,9 +19,9 @@ from hvdlite.api import rank, world
 from hvdlite.async_sgd.deal import deal
 from hvdlite.async_sgd.messages import Purpose
 from hvdlite.async_sgd.training.gradients import check_finite
-from hvdlite.async_sgd.training.options import Options
+from hvdlite.async_sgd.training.options import AsyncOptions
 from hvdlite.async_sgd.training.training import AsyncTraining
-from hvdlite.comm.ordered.calls import Call
+from hvdlite.comm.ordered.calls import CollectiveCall
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import WaitKind
 from hvdlite_torch.async_sgd.checks import check_no_momentum
@@ -52,7 +52,7 @@ class HogwildTraining(AsyncTraining[torch.Tensor]):
         ArgumentError: The ranks are on several hosts, or cannot share memory. All ranks raise it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], options: Options) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], options: AsyncOptions) -> None:
         hosts = {world().hosts[each] for each in world().ranks(options.process_set)}
         if len(hosts) > 1:
             raise ArgumentError(
@@ -67,7 +67,7 @@ class HogwildTraining(AsyncTraining[torch.Tensor]):
         (layout,) = deal(self._torch.sizes, [0])
         size = self._group.size
         shares, memory = self._group.run(
-            Call(
+            CollectiveCall(
                 "allocate(hogwild)",
                 lambda ours: (ours.hosts == 1, ours.host.allocate_together(layout.nbytes + 8 * _LINE * size)),
             )

@@ -1,4 +1,4 @@
-"""`Layers`: each layer of a model waits for its own new values before its forward pass."""
+"""`LayerHooks`: each layer of a model waits for its own new values before its forward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdlite.async_sgd.training.pull import Values
 from hvdlite.errors import ArgumentError
 
 
-class Layers:
+class LayerHooks:
     """The hooks of a model. A layer is a module that has parameters itself, and not only in its parts.
 
     Some parameters are used otherwise than by the forward pass of their module: `nn.MultiheadAttention` reads those of its
@@ -89,9 +89,9 @@ class Layers:
         self.early.add(number)
 
 
-def _without_training() -> Layers:
+def _without_training() -> LayerHooks:
     """Return what the hooks of a copied or saved model belong to: nobody trains it."""
-    made = Layers.__new__(Layers)
+    made = LayerHooks.__new__(LayerHooks)
     made._values, made._called = _nothing, set()
     return made
 

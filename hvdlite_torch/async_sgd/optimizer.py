@@ -15,7 +15,7 @@ from hvdlite.adapter.agreement import together
 from hvdlite.adapter.arguments import size_of
 from hvdlite.api import world
 from hvdlite.async_sgd.compensation import DelayCompensation
-from hvdlite.async_sgd.training.options import Options, Servers, make_options
+from hvdlite.async_sgd.training.options import AsyncOptions, Servers, make_options
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.async_sgd.checks import check_compensation, check_optimizer, check_plain_sgd
 from hvdlite_torch.async_sgd.hogwild import HogwildTraining
@@ -154,7 +154,7 @@ def AsyncDistributedOptimizer(
     return optimizer
 
 
-def _agree(optimizer: torch.optim.Optimizer, names: dict[int, str], options: Options) -> None:
+def _agree(optimizer: torch.optim.Optimizer, names: dict[int, str], options: AsyncOptions) -> None:
     """Check that all ranks call this alike, and give them the first rank's parameters, state and settings."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     lines = [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite.async_sgd.compensation import DelayCompensation
-from hvdlite.async_sgd.deal import Layout
+from hvdlite.async_sgd.deal import ServerLayout
 from hvdlite.async_sgd.part import Push
 from hvdlite.protocols import Array
 from hvdlite_torch.async_sgd import settings
@@ -34,7 +34,7 @@ class TorchPart:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.Tensor],
-        layout: Layout,
+        layout: ServerLayout,
         compensation: DelayCompensation,
     ) -> None:
         self._layout, self._like, self._compensation = layout, parameters, compensation
@@ -66,7 +66,7 @@ class TorchPart:
         return {number: there[own] for number, own in zip(self._layout.tensors, self._own, strict=True) if own in there}
 
     def step(self, pushes: Sequence[Push]) -> None:
-        """See `hvdlite.async_sgd.part.Part`."""
+        """See `hvdlite.async_sgd.part.ServerPart`."""
         settings.unpack(pushes[0].settings, self._optimizer.param_groups, pushes[0].rate)
         given = [views(push.gradients, self._layout, self._like) for push in pushes]
         total = sum(push.weight for push in pushes)
@@ -116,7 +116,7 @@ class TorchPart:
         return kept
 
     def read(self, into: Array) -> None:
-        """See `hvdlite.async_sgd.part.Part`."""
+        """See `hvdlite.async_sgd.part.ServerPart`."""
         with torch.no_grad():
             for own, view in zip(self._own, views(into, self._layout, self._like), strict=True):
                 view.copy_(own)

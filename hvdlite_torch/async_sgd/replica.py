@@ -10,7 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvdlite.async_sgd.compensation import DelayCompensation
-from hvdlite.async_sgd.deal import Layout
+from hvdlite.async_sgd.deal import ServerLayout
 from hvdlite.async_sgd.rows import Rows
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array
@@ -85,7 +85,7 @@ class TorchReplica:
             for number, p in enumerate(self.trained)
         ]
 
-    def part(self, layout: Layout, compensation: DelayCompensation) -> TorchPart:
+    def part(self, layout: ServerLayout, compensation: DelayCompensation) -> TorchPart:
         """See `Replica`."""
         return TorchPart(self._optimizer, self.trained, layout, compensation)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hvdlite.async_sgd.training.options import Options
+from hvdlite.async_sgd.training.options import AsyncOptions
 from hvdlite.async_sgd.training.training import AsyncTraining
-from hvdlite_torch.async_sgd.layers import Layers
+from hvdlite_torch.async_sgd.layers import LayerHooks
 from hvdlite_torch.async_sgd.replica import TorchReplica
 from hvdlite_torch.step.lease import weakly
 from hvdlite_torch.step.pending import BatchWeight
@@ -32,18 +32,18 @@ class TorchTraining(AsyncTraining[torch.Tensor]):
         self,
         optimizer: torch.optim.Optimizer,
         names: Mapping[int, str],
-        options: Options,
+        options: AsyncOptions,
         model: torch.nn.Module | None = None,
     ) -> None:
         self._torch = TorchReplica(optimizer, names)
         super().__init__(self._torch, options)
         optimizer.state.clear()
         self.weight = BatchWeight()
-        self._layers: Layers | None = None
+        self._layers: LayerHooks | None = None
         sends_early = self.overlaps and not self.is_server
         if model is not None and options.overlap_pull and not self.is_server:
             numbers = {id(p): number for number, p in enumerate(self._torch.trained)}
-            self._layers = Layers(model, numbers, self._torch.names, self.values)
+            self._layers = LayerHooks(model, numbers, self._torch.names, self.values)
         self._hooks = self._torch.watch(weakly(self, "ready")) if sends_early else []
 
     def step(self, closure: Callable[[], Any] | None) -> Any:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # no objects are of these classes: each wrapped optimizer has
     class AsyncSparseAdam(AsyncDistributed, optim.SparseAdam): ...
 
 
-class Wrap(Protocol[P]):
+class WrapAsync(Protocol[P]):
     """A function that gives an optimizer a parameter server, and takes other arguments too."""
 
     @overload
@@ -80,6 +80,6 @@ class Wrap(Protocol[P]):
     def __call__(self, optimizer: Opt, /, *args: P.args, **kwargs: P.kwargs) -> Opt: ...
 
 
-def typed(function: Callable[Concatenate[Opt, P], Opt]) -> Wrap[P]:
-    """Return the same function, with the type `Wrap`."""
-    return cast("Wrap[P]", function)
+def typed(function: Callable[Concatenate[Opt, P], Opt]) -> WrapAsync[P]:
+    """Return the same function, with the type `WrapAsync`."""
+    return cast("WrapAsync[P]", function)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdlite.async_sgd.deal import Layout
+from hvdlite.async_sgd.deal import ServerLayout
 from hvdlite.protocols import Array
 
 
@@ -20,7 +20,7 @@ def view(data: Array, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(data).view(like.dtype).view(like.shape)
 
 
-def views(data: Array, layout: Layout, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def views(data: Array, layout: ServerLayout, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors of a layout as views of the bytes of a message.
 
     Args:

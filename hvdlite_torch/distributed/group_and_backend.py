@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from hvdlite import api
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.comm.ordered.calls import Call
+from hvdlite.comm.ordered.calls import CollectiveCall
 from hvdlite.comm.ordered.communicator import Communicator
 from hvdlite.errors import DeviceError, NotYetError, UnsupportedTensorError
 from hvdlite_torch.distributed.operands import Operand
@@ -260,7 +260,7 @@ class GroupAndBackend(dist.ProcessGroup):
 
     def _begin(self, text: str, run: Run, results: Tensors, opts: Any) -> dist.Work:
         self._begun += 1
-        call = Call(text, run)
+        call = CollectiveCall(text, run)
         pending = self.communicator.submit(call, background=getattr(opts, "asyncOp", True))
         return self._note(CollectiveWork(self.communicator, pending, results))
 

@@ -1,4 +1,4 @@
-"""`Batch`: a batch in micro-batches, or a batch of sequences in chunks."""
+"""`MicroBatches`: a batch in micro-batches, or a batch of sequences in chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite_torch.pipeline.values import wants_gradient
 
 
-class Batch:
+class MicroBatches:
     """The inputs and targets of a step, cut along a dimension into parts of nearly equal size.
 
     Args:

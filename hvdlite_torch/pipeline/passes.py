@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hvdlite.adapter.pipeline.bubble import Bubble
-from hvdlite_torch.pipeline.batch import Batch
+from hvdlite_torch.pipeline.batch import MicroBatches
 from hvdlite_torch.pipeline.losses import Losses, Target
 from hvdlite_torch.pipeline.recurrent import State
 from hvdlite_torch.pipeline.values import Inlet, gradient_targets
@@ -78,7 +78,7 @@ class StagePasses:
         self._of_state: dict[str, list[torch.Tensor | None]] = {}
         self.outputs: list[Any] = []
 
-    def begin(self, batch: Batch | None, losses: Losses | None) -> None:
+    def begin(self, batch: MicroBatches | None, losses: Losses | None) -> None:
         """Begin a step.
 
         Args:

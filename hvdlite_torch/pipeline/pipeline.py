@@ -16,7 +16,7 @@ from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_torch.checks.plain import is_plain_sequential
-from hvdlite_torch.pipeline.batch import Batch
+from hvdlite_torch.pipeline.batch import MicroBatches
 from hvdlite_torch.pipeline.losses import Losses
 from hvdlite_torch.pipeline.own_layers import OwnLayers
 from hvdlite_torch.pipeline.passes import StagePasses
@@ -143,7 +143,7 @@ class Pipeline(OwnLayers):
             HvdliteError: A rank has left in the middle of the step.
         """
 
-        def batch() -> Batch:
+        def batch() -> MicroBatches:
             self._check_optimizer(optimizer)
             return self._batch(x, keywords, y, True)
 
@@ -159,7 +159,7 @@ class Pipeline(OwnLayers):
         """
         return self._steps.predict(lambda: self._batch(x, keywords, None, False))
 
-    def _batch(self, x: Any, keywords: Mapping[str, Any], target: Any, trains: bool) -> Batch:
+    def _batch(self, x: Any, keywords: Mapping[str, Any], target: Any, trains: bool) -> MicroBatches:
         """Return a batch in micro-batches.
 
         Raises:
@@ -170,7 +170,7 @@ class Pipeline(OwnLayers):
                 f"{', '.join(keywords)}: an nn.Sequential takes no keyword arguments. Give `x` as a tuple, for a first layer "
                 "that takes several."
             )
-        return Batch(_as_tuple(x), keywords, target, self._microbatches, trains=trains)
+        return MicroBatches(_as_tuple(x), keywords, target, self._microbatches, trains=trains)
 
     def report(self) -> str:
         """Return the share of the bubble in the steps so far, and the theoretical one. All ranks of the pipeline call this."""

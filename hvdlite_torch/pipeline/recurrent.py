@@ -24,7 +24,7 @@ _EACH_STEP = (
 """Layers that compute each time step from that time step alone, whatever their arguments are."""
 
 
-class Part(nn.Module):
+class RecurrentLayers(nn.Module):
     """Consecutive layers of a stack of recurrent layers, with the parameters of the stack, under their names there.
 
     Args:
@@ -62,7 +62,7 @@ class Part(nn.Module):
         self._dropout = nn.Dropout(stack.dropout if end < stack.num_layers else 0.0)
         self.train(stack.training)
 
-    def train(self, mode: bool = True) -> Part:
+    def train(self, mode: bool = True) -> RecurrentLayers:
         self._layers.train(mode)
         return super().train(mode)
 
@@ -91,7 +91,7 @@ class Chunks(nn.Module):
         after: State = {}
         for name, layer in self._modules.items():
             assert layer is not None
-            if isinstance(layer, Part):
+            if isinstance(layer, RecurrentLayers):
                 x, after[name] = layer(x, state.get(name))
             else:
                 x = layer(x)
@@ -196,7 +196,7 @@ def time_dimension(model: nn.Module) -> int:
 
 
 def layers_of(parts: Sequence[Unit]) -> dict[str, nn.Module]:
-    """Return the modules of some layers in a row, by the names of the model's children; those of one stack are one `Part`."""
+    """Return the modules of consecutive layers, by the names of the children; those of one stack are one `RecurrentLayers`."""
     layers: dict[str, nn.Module] = {}
     for child, group in itertools.groupby(parts, lambda unit: unit.child):
         own = list(group)
@@ -204,5 +204,5 @@ def layers_of(parts: Sequence[Unit]) -> dict[str, nn.Module]:
             layers[child] = own[0].module
         else:
             assert isinstance(own[0].module, nn.RNNBase) and own[-1].layer is not None
-            layers[child] = Part(own[0].module, own[0].layer, own[-1].layer + 1)
+            layers[child] = RecurrentLayers(own[0].module, own[0].layer, own[-1].layer + 1)
     return layers

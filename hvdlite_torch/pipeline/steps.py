@@ -16,7 +16,7 @@ from hvdlite.adapter.pipeline.bubble import Bubble
 from hvdlite.adapter.pipeline.relay import Relay
 from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.ranks.process_set import ProcessSet
-from hvdlite_torch.pipeline.batch import Batch
+from hvdlite_torch.pipeline.batch import MicroBatches
 from hvdlite_torch.pipeline.hooks import Hooks
 from hvdlite_torch.pipeline.losses import Losses
 from hvdlite_torch.pipeline.passes import StagePasses, without_autocast
@@ -54,7 +54,7 @@ class Steps:
 
     def train(
         self,
-        make_batch: Callable[[], Batch],
+        make_batch: Callable[[], MicroBatches],
         optimizer: torch.optim.Optimizer | None,
         parameters: Iterable[nn.Parameter],
     ) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Steps:
             self._relay.settle(error, [], *left)
 
     def _passes_of(
-        self, batch: Batch | None, error: Exception | None, own: Sequence[nn.Parameter], hooked: bool
+        self, batch: MicroBatches | None, error: Exception | None, own: Sequence[nn.Parameter], hooked: bool
     ) -> Any:
         """Make the passes of a training step, and return what the ranks have to tell each other about it."""
         begin = time.perf_counter()
@@ -139,7 +139,11 @@ class Steps:
         return self._relay.settle(error, [*of_loss, batch is not None and batch.wants_gradients, hooked])
 
     def _run(
-        self, batch: Batch | None, losses: Losses | None, error: Exception | None, outputs: list[Any] | None = None
+        self,
+        batch: MicroBatches | None,
+        losses: Losses | None,
+        error: Exception | None,
+        outputs: list[Any] | None = None,
     ) -> Exception | None:
         """Let the micro-batches go through the stages; return what has failed.
 
@@ -164,7 +168,7 @@ class Steps:
                 stage.begin(None, None)
         return error
 
-    def _input_gradients(self, batch: Batch | None, correction: float, wanting: int) -> None:
+    def _input_gradients(self, batch: MicroBatches | None, correction: float, wanting: int) -> None:
         """Give all ranks the gradients of inputs and targets, of which each rank has those that its own stages have used."""
         size = self._process_set.size()
         if wanting != size or batch is None:
@@ -176,7 +180,7 @@ class Steps:
             found = hvdlite.allreduce(found, hvdlite.Sum, process_set=self._process_set)
         batch.give(found)
 
-    def predict(self, make_batch: Callable[[], Batch], dimension: int = 0) -> Any:
+    def predict(self, make_batch: Callable[[], MicroBatches], dimension: int = 0) -> Any:
         """Return the output for a batch, on all ranks of the pipeline. All of them call this.
 
         Args:

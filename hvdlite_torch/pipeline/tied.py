@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hvdlite.api import world
-from hvdlite.comm.ordered.calls import Call
+from hvdlite.comm.ordered.calls import CollectiveCall
 from hvdlite.comm.ordered.communicator import Communicator
 from hvdlite.errors import ArgumentError, HvdliteError, ranks_text
 from hvdlite.protocols import Array, ReduceOp
@@ -183,7 +183,7 @@ def _total(communicator: Communicator, parameter: nn.Parameter) -> torch.Tensor:
 
 def _reduce(communicator: Communicator, data: Array, op: ReduceOp) -> None:
     text = f"tied weights({data.dtype}[{data.size}], {op.name})"
-    communicator.run(Call(text, lambda collectives: collectives.allreduce(data, op)))
+    communicator.run(CollectiveCall(text, lambda collectives: collectives.allreduce(data, op)))
 
 
 def _digest(parameter: torch.Tensor) -> int:

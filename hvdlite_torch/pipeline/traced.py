@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
-class Call(NamedTuple):
+class CallSignature(NamedTuple):
     """How a model is called in one mode.
 
     Attributes:
@@ -81,7 +81,7 @@ class Call(NamedTuple):
         return pytree.tree_unflatten(leaves, self.returned)
 
 
-class Part(NamedTuple):
+class StageGraph(NamedTuple):
     """The operations of a stage in one mode.
 
     Attributes:
@@ -106,8 +106,8 @@ class Recording(NamedTuple):
         constants: The tensors in them that are neither parameters nor buffers, by name.
     """
 
-    call: Call
-    parts: list[Part]
+    call: CallSignature
+    parts: list[StageGraph]
     constants: Tensors
 
 
@@ -167,7 +167,7 @@ class TracedStage(nn.Module):
         return self
 
     def forward(self, *given: Any, **kwargs: Any) -> Any:
-        part: Part = self._parts[self._mode]
+        part: StageGraph = self._parts[self._mode]
         call = self._calls[self._mode]
         values = call.flat(given, kwargs) if self._is_first else given
         if len(values) != part.given:
@@ -257,7 +257,7 @@ def _record(model: nn.Module, cuts: Sequence[str], example: Inputs) -> Recording
         spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.kind != InputKind.USER_INPUT
     }
     splitter = _Splitter(program.graph_module, state, cuts)
-    return Recording(Call(nested, check, *returned), splitter.parts(), dict(program.constants))
+    return Recording(CallSignature(nested, check, *returned), splitter.parts(), dict(program.constants))
 
 
 def _several_rows(example: Inputs) -> Inputs:
@@ -324,7 +324,7 @@ class _Splitter:
                 f"the layer {self._cuts[begun]!r} does not compute anything, so no stage can begin with it. Cut elsewhere."
             )
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[StageGraph]:
         """Return the parts of all stages."""
         inputs = [node for node in self._nodes if node.op == "placeholder"]
         ends = range(len(self._cuts) + 1)
@@ -333,7 +333,7 @@ class _Splitter:
         results: list[Sequence[Any]] = [*crossing[1:], output.args[0]]  # type: ignore[list-item]
         return [self._part(number, crossing[number], results[number]) for number in ends]
 
-    def _part(self, number: int, given: Sequence[fx.Node], result: Sequence[Any]) -> Part:
+    def _part(self, number: int, given: Sequence[fx.Node], result: Sequence[Any]) -> StageGraph:
         graph, own = fx.Graph(), [node for node in self._nodes if self._stages[node] == number]
         own = [node for node in own if node.op == "call_function"]
         changed = {storage for node in own for storage in map(_storage, _written(node)) if storage is not None}
@@ -350,7 +350,7 @@ class _Splitter:
         root = {str(node.target): getattr(self._module, str(node.target)) for node in graphs}
         names = [self._state[node] for node in state]
         written = {name for node, name in self._state.items() if _storage(node) in changed}
-        return Part(fx.GraphModule(root, graph), len(given), names, written)
+        return StageGraph(fx.GraphModule(root, graph), len(given), names, written)
 
     @staticmethod
     def _separate(graph: fx.Graph, given: Sequence[fx.Node], new: Values, changed: set[int]) -> None:

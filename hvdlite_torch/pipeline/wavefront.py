@@ -16,7 +16,7 @@ from hvdlite.api import world
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 from hvdlite.ranks.process_set import ProcessSet
-from hvdlite_torch.pipeline.batch import Batch
+from hvdlite_torch.pipeline.batch import MicroBatches
 from hvdlite_torch.pipeline.losses import Losses
 from hvdlite_torch.pipeline.own_layers import OwnLayers
 from hvdlite_torch.pipeline.passes import StagePasses
@@ -142,7 +142,7 @@ class Wavefront(OwnLayers):
             Exception: See `Pipeline.step`.
         """
 
-        def batch() -> Batch:
+        def batch() -> MicroBatches:
             self._check_optimizer(optimizer)
             return self._batch(x, y)
 
@@ -160,7 +160,7 @@ class Wavefront(OwnLayers):
         found: torch.Tensor = self._steps.predict(lambda: self._batch(x, None), self._time)
         return found
 
-    def _batch(self, x: Any, y: Any) -> Batch:
+    def _batch(self, x: Any, y: Any) -> MicroBatches:
         """Return a batch of sequences in chunks."""
         self._check(x, "x")
         if y is not None:
@@ -169,7 +169,7 @@ class Wavefront(OwnLayers):
                 raise ArgumentError(
                     f"x has the shape {tuple(x.shape)}, and y {tuple(y.shape)}: expected the same samples and time steps."
                 )
-        return Batch((x,), {}, y, self._chunks, self._time, trains=y is not None)
+        return MicroBatches((x,), {}, y, self._chunks, self._time, trains=y is not None)
 
     def _check(self, sequences: Any, name: str) -> None:
         if not isinstance(sequences, torch.Tensor) or sequences.dim() <= 1:

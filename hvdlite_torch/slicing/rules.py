@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from hvdlite_torch.slicing import attention, convolution
 from hvdlite_torch.slicing.chains import chains_of
 from hvdlite_torch.slicing.linear import conv1d, features
-from hvdlite_torch.slicing.transformers_models import Block, blocks_of, is_activation, plan_of, planned
+from hvdlite_torch.slicing.transformers_models import SlicedBlock, blocks_of, is_activation, plan_of, planned
 from hvdlite_torch.slicing.whole import altered, watched
 
 POINTWISE = frozenset(
@@ -224,7 +224,7 @@ def _in_models(module: nn.Module, dot: str, ranks: int, plan: Mapping[str, str])
         yield Found(rest, "unknown", f"linear layers of a {type(module).__name__}", why_not)
 
 
-def _block(module: nn.Module, dot: str, block: Block, ranks: int) -> Found:
+def _block(module: nn.Module, dot: str, block: SlicedBlock, ranks: int) -> Found:
     """Return a block of a model of transformers."""
     between = [each for name in block.between if isinstance(each := _attribute(module, name), nn.Module)]
     found = _columns_and_rows(module, dot, block.columns, between, block.rows, ranks, block.parts)

@@ -30,7 +30,7 @@ _EAGER = frozenset(("129ae75c51935f73", "7e3246ffb0cd92ec", "d2eb787ff7a9b315", 
 """The codes of ``eager_attention_forward`` that compute each head by itself."""
 
 
-class Block(NamedTuple):
+class SlicedBlock(NamedTuple):
     """A block of a model, whose layers are named from the block on.
 
     Attributes:
@@ -56,10 +56,10 @@ class Block(NamedTuple):
 
 BLOCKS = (
     # Queries, keys and values are cut by `split_size`, and into heads by a view whose number of heads is -1.
-    Block({"": "b3815a1ead7c7886"}, ("c_attn",), "c_proj", heads="num_heads", parts=3),  # GPT-2
+    SlicedBlock({"": "b3815a1ead7c7886"}, ("c_attn",), "c_proj", heads="num_heads", parts=3),  # GPT-2
     # Views with -1 heads, one call of the attention function, reshaped with -1.
-    Block({"": "a921c8a872957f03"}, ("q_proj", "k_proj", "v_proj"), "o_proj", heads="num_attention_heads"),  # ViT
-    Block(  # BERT
+    SlicedBlock({"": "a921c8a872957f03"}, ("q_proj", "k_proj", "v_proj"), "o_proj", heads="num_attention_heads"),  # ViT
+    SlicedBlock(  # BERT
         {"": "5fac741babed40e0", "self": "4d9cb73ac04687c9", "output": "3799d79263d3217e"},
         ("self.query", "self.key", "self.value"),
         "output.dense",
@@ -67,7 +67,7 @@ BLOCKS = (
         entered=("output",),
         heads="self.num_attention_heads",
     ),
-    Block(  # BERT's layer: dense, activation, dense, on pieces of the sequence
+    SlicedBlock(  # BERT's layer: dense, activation, dense, on pieces of the sequence
         {
             "": "4a5c4668c709574a",
             ":feed_forward_chunk": "d935db5223a7e491",
@@ -89,7 +89,7 @@ def is_activation(module: Any) -> bool:
     return cls.__module__ == "transformers.activations" and cls.__name__ in _ACTIVATIONS
 
 
-def blocks_of(module: nn.Module) -> Iterator[tuple[Block, str]]:
+def blocks_of(module: nn.Module) -> Iterator[tuple[SlicedBlock, str]]:
     """Return the known blocks that a module is, each with why it cannot be sliced, or an empty text."""
     if "transformers" not in sys.modules:
         return
@@ -134,7 +134,7 @@ def planned(name: str, module: nn.Module, plan: Mapping[str, str]) -> tuple[tupl
     return columns, rows[0], why or _why_no_attention(module)
 
 
-def _why_no_heads(module: nn.Module, block: Block) -> str:
+def _why_no_heads(module: nn.Module, block: SlicedBlock) -> str:
     owner: Any = module.get_submodule(block.heads.rpartition(".")[0])
     if getattr(owner, "is_cross_attention", False) or getattr(owner, "reorder_and_upcast_attn", False):
         return "attention to another sequence, and reordered attention, are not known to hvdlite"

@@ -21,7 +21,7 @@ from hvdlite_torch.checks.advice import Advice
 from hvdlite_torch.checks.in_step import InStep
 from hvdlite_torch.checks.same_parameters import check_agreement
 from hvdlite_torch.step.lease import Lease
-from hvdlite_torch.step.options import Options
+from hvdlite_torch.step.options import OptimizerOptions
 from hvdlite_torch.step.pending import PendingStep
 from hvdlite_torch.tensors.sliced import local_of
 from hvdlite_torch.tensors.split import check_apart
@@ -43,7 +43,7 @@ class OptimizerContext:
         sparse: The parameters that have sparse gradients on some rank.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Options, lease: Lease) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: OptimizerOptions, lease: Lease) -> None:
         self.optimizer = optimizer
         self.options = options
         self.lease = lease

@@ -23,7 +23,7 @@ from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.fused import FusedStep
 from hvdlite_torch.step.gradient_sync import GradientSync
 from hvdlite_torch.step.lease import Lease
-from hvdlite_torch.step.options import Options, StepsWith
+from hvdlite_torch.step.options import OptimizerOptions, StepsWith
 from hvdlite_torch.step.own_parameters import refuse_steps
 from hvdlite_torch.step.sharding import Sharding, refuse_synchronize
 from hvdlite_torch.step.step_guard import StepGuard
@@ -51,7 +51,7 @@ class StepDriver:
         ArgumentError, MismatchError: See `OptimizerContext.enter` and `GradientSync.begin`; or the arguments do not fit.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Options, make_sync: MakeSync) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: OptimizerOptions, make_sync: MakeSync) -> None:
         self.optimizer = optimizer
         self.lease = Lease(self)
         self._context = OptimizerContext(optimizer, options, self.lease)

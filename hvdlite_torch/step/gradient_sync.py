@@ -21,7 +21,7 @@ import torch
 from hvdlite_torch.step.context import OptimizerContext
 
 
-class Results(Protocol):
+class CombinedGradients(Protocol):
     """The combined gradients that one rank steps with: the gradients of all parameters, or of its shard.
 
     Attributes:
@@ -64,7 +64,7 @@ class GradientSync:
         results: What the optimizer steps with.
     """
 
-    results: Results
+    results: CombinedGradients
 
     def __init__(self, context: OptimizerContext) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""`Options`: the arguments of `DistributedOptimizer`, checked."""
+"""`OptimizerOptions`: the arguments of `DistributedOptimizer`, checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepsWith(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Options(options.Options):
+class OptimizerOptions(options.ExchangeOptions):
     """The arguments of `DistributedOptimizer`, checked.
 
     Attributes:
@@ -80,7 +80,7 @@ class Options(options.Options):
             return StepsWith.OWN
         return StepsWith.SHARD if self.shard else StepsWith.ALL
 
-    def with_passes(self, passes: int) -> Options:
+    def with_passes(self, passes: int) -> OptimizerOptions:
         """Return the same options with another number of backward passes.
 
         Raises:

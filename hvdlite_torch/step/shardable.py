@@ -12,7 +12,7 @@ import torch
 
 from hvdlite.errors import ArgumentError, ranks_text
 from hvdlite_torch.checks.trial import ELEMENTWISE, PARAMETERWISE, differs_alone, known_algorithm
-from hvdlite_torch.step.options import Options
+from hvdlite_torch.step.options import OptimizerOptions
 from hvdlite_torch.step.shards import refuse_sparse
 from hvdlite_torch.tensors.sliced import is_sliced
 from hvdlite_torch.tensors.split import all_stages, optimizer_parameters
@@ -20,12 +20,12 @@ from hvdlite_torch.tensors.split import all_stages, optimizer_parameters
 UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
-def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
+def check_shardable(optimizer: torch.optim.Optimizer, options: OptimizerOptions) -> bool:
     """Raise an error if an optimizer cannot be sharded.
 
     Args:
         optimizer: The optimizer, which is not distributed yet.
-        options: The arguments. `Options.shard` is not False.
+        options: The arguments. `OptimizerOptions.shard` is not False.
 
     Returns:
         Whether parameters must be dealt out whole; otherwise they may be cut in two.

@@ -27,7 +27,7 @@ from hvdlite_torch.tensors.adapter import ADAPTER
 
 
 class DeviceShards:
-    """The `Results` of a sharded optimizer on a device: this rank's shard.
+    """The `CombinedGradients` of a sharded optimizer on a device: this rank's shard.
 
     Args:
         context: The optimizer.

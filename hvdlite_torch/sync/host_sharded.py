@@ -40,7 +40,7 @@ from hvdlite_torch.tensors.split import joint_squares
 
 
 class HostShards:
-    """The `Results` of a sharded optimizer in host memory: this rank's shard.
+    """The `CombinedGradients` of a sharded optimizer in host memory: this rank's shard.
 
     Args:
         context: The optimizer.

@@ -15,7 +15,7 @@ from hvdlite_torch.tensors.split import is_split, joint_squares
 
 
 class WholeResults:
-    """The `Results` of an optimizer that is not sharded: all parameters.
+    """The `CombinedGradients` of an optimizer that is not sharded: all parameters.
 
     Args:
         context: The optimizer.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdlite.adapter.pipeline.stages import Stages as AnyStages
+from hvdlite.adapter.pipeline.stages import StageRanks as AnyStages
 from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_torch.tensors import sliced
 from hvdlite_torch.tensors.sliced import is_sliced, local_of

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.async_sgd.compensation import DCASGD, DelayCompensation, StalenessRate
-from hvdlite.async_sgd.deal import Layout, deal
+from hvdlite.async_sgd.deal import ServerLayout, deal
 from hvdlite.async_sgd.early import EarlyChunks
-from hvdlite.async_sgd.messages import Answer, Purpose, Request
+from hvdlite.async_sgd.messages import Purpose, ServerAnswer, WorkerRequest
 from hvdlite.async_sgd.part import Push
 from hvdlite.async_sgd.rows import Rows, pack_rows, unpack_rows
-from hvdlite.async_sgd.server import Clocks, Mode, Reply, Server
+from hvdlite.async_sgd.server import Clocks, Mode, ParameterServer, Reply
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array
 
-ONE = Layout(0, (0,), (0,), 8)
+ONE = ServerLayout(0, (0,), (0,), 8)
 """A part of one tensor of 8 bytes."""
 
 
@@ -53,7 +53,7 @@ class Run:
     def __init__(self, mode: Mode, staleness: int | None, steps: Sequence[int]) -> None:
         self.part = Sum()
         self.workers = range(len(steps))
-        self.server = Server(self.part, ONE, self.workers, [], mode, staleness, self.workers)
+        self.server = ParameterServer(self.part, ONE, self.workers, [], mode, staleness, self.workers)
         self.left = list(steps)
         self.made = [0] * len(steps)
         self.answered = [0] * len(steps)
@@ -150,7 +150,7 @@ def test_every_push_is_applied_once(mode: Mode, steps: list[int], data: st.DataO
 def test_meetings_in_the_middle(data: st.DataObject, mode: Mode) -> None:
     """Three workers and a rank that only serves meet twice; each worker makes its own number of pushes in between."""
     part, workers = Sum(), range(3)
-    server = Server(part, ONE, workers, [3], mode, 1 if mode is Mode.SSP else None, range(4))
+    server = ParameterServer(part, ONE, workers, [3], mode, 1 if mode is Mode.SSP else None, range(4))
     made = [0, 0, 0]
     for purpose in (Purpose.PULL, Purpose.STATE, Purpose.FINISH):
         left = [*data.draw(st.lists(st.integers(0, 4), min_size=3, max_size=3)), 0]
@@ -173,10 +173,10 @@ def test_meetings_in_the_middle(data: st.DataObject, mode: Mode) -> None:
         assert server.is_over == (purpose is Purpose.FINISH)
 
 
-def two_chunks(monkeypatch: pytest.MonkeyPatch) -> Layout:
+def two_chunks(monkeypatch: pytest.MonkeyPatch) -> ServerLayout:
     """Return a part of two tensors, each a chunk of its own."""
     monkeypatch.setattr("hvdlite.async_sgd.deal._CHUNK_BYTES", 16)
-    layout = Layout(0, (0, 1), (0, 16), 32)
+    layout = ServerLayout(0, (0, 1), (0, 16), 32)
     assert len(layout.chunks) == 2
     return layout
 
@@ -199,7 +199,7 @@ class Pair:
 class Speculator:
     """A worker that sends chunks of a push early, some of them wrong or twice, and again with the push if they were wrong."""
 
-    def __init__(self, draw: random.Random, server: Server, rank: int) -> None:
+    def __init__(self, draw: random.Random, server: ParameterServer, rank: int) -> None:
         self._draw, self._server, self._rank = draw, server, rank
         self.left, self._made = draw.randint(0, 4), 0
         self.pushed: list[tuple[int, ...]] = []
@@ -241,7 +241,7 @@ def test_no_update_is_lost_or_applied_twice_in_10000_interleavings(monkeypatch: 
     for seed in range(10_000):
         draw = random.Random(seed)
         mode, part, ranks = draw.choice(list(Mode)), Pair(), range(draw.randint(1, 4))
-        server = Server(part, layout, ranks, [], mode, draw.randint(0, 2), ranks)
+        server = ParameterServer(part, layout, ranks, [], mode, draw.randint(0, 2), ranks)
         workers = [Speculator(draw, server, rank) for rank in ranks]
         able = set(ranks)
         while able:
@@ -260,26 +260,26 @@ def test_a_part_of_a_push_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None
     memory, both, first = np.zeros(32, np.uint8), np.array([True, True]), np.array([True, False])
     for chunk, number, text in ((0, 0, "without its chunk 1"), (1, 1, "has sent a part of push 1 after 0 pushes")):
         part = Pair()
-        server = Server(part, layout, range(2), [], Mode.ASYNC, None, [4, 7])
+        server = ParameterServer(part, layout, range(2), [], Mode.ASYNC, None, [4, 7])
         assert server.early(1, number, chunk) == []
         (reply,) = server.push(1, 0, Push(memory, both, first, {}, b"", 1.0))
         assert "rank 7" in reply.error and text in reply.error
         assert part.applied == []
-    server = Server(part, layout, range(2), [], Mode.SYNC, None, [4, 7])
+    server = ParameterServer(part, layout, range(2), [], Mode.SYNC, None, [4, 7])
     assert server.push(1, 0, Push(memory, both, both, {}, b"", 1.0)) == []
     (reply,) = server.early(1, 1, 0)
     assert reply.rank == 1 and "before" not in reply.error
 
 
 def test_how_many_pushes_of_others_a_push_has_missed() -> None:
-    server = Server(Sum(), ONE, range(2), [], Mode.ASYNC, None, range(2))
+    server = ParameterServer(Sum(), ONE, range(2), [], Mode.ASYNC, None, range(2))
     missed = [server.push(worker, n, push_of(1))[0].missed for worker, n in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2))]
     assert missed == [0, 0, 2, 0, 2]
 
 
 def test_a_push_that_was_lost_or_came_twice_is_an_error_for_good() -> None:
     for number in (0, 2):
-        server = Server(Sum(), ONE, range(2), [], Mode.ASYNC, None, [4, 7])
+        server = ParameterServer(Sum(), ONE, range(2), [], Mode.ASYNC, None, [4, 7])
         server.push(1, 0, push_of(1))
         (reply,) = server.push(1, number, push_of(1))
         assert f"rank 7 has sent push {number} after 1 pushes" in reply.error
@@ -288,7 +288,7 @@ def test_a_push_that_was_lost_or_came_twice_is_an_error_for_good() -> None:
 
 
 def test_those_that_wait_learn_of_an_error() -> None:
-    server = Server(Sum(), ONE, range(3), [3], Mode.SYNC, None, range(4))
+    server = ParameterServer(Sum(), ONE, range(3), [3], Mode.SYNC, None, range(4))
     assert server.push(0, 0, push_of(1)) == server.meet(3, Purpose.SERVE) == server.push(1, 0, push_of(1)) == []
     replies = server.push(2, 0, push_of(1, settings=b"other"))
     assert [reply.rank for reply in replies] == [0, 1, 2, 3]
@@ -297,7 +297,7 @@ def test_those_that_wait_learn_of_an_error() -> None:
 
 def test_the_mean_is_by_weights_and_over_those_that_train() -> None:
     part = Sum()
-    server = Server(part, ONE, range(3), [], Mode.SYNC, None, range(3))
+    server = ParameterServer(part, ONE, range(3), [], Mode.SYNC, None, range(3))
     server.push(0, 0, push_of(10, weight=3))
     server.push(1, 0, push_of(2, weight=1))
     assert [reply.rank for reply in server.meet(2, Purpose.FINISH)] == [0, 1]  # which frees the others
@@ -335,7 +335,9 @@ def test_delay_compensation_is_the_formula(
     w = generator.normal(size=3)
     part = Descent(w, compensation)
     mode = Mode.ASYNC if staleness is None else Mode.SSP
-    server = Server(part, Layout(0, (0,), (0,), 24), range(size), [], mode, staleness, range(size), compensation)
+    server = ParameterServer(
+        part, ServerLayout(0, (0,), (0,), 24), range(size), [], mode, staleness, range(size), compensation
+    )
     pulled, since, waits, made = [w.copy()] * size, [0] * size, set[int](), [0] * size
     square, applied = np.zeros(3), 0
     for purpose in (Purpose.PULL, Purpose.LOAD, Purpose.FINISH):
@@ -494,10 +496,10 @@ def test_rows_come_back_as_they_were(shapes: dict[int, tuple[int, int]]) -> None
 
 @given(st.integers(0, 2**53), st.floats(0, allow_infinity=False), st.integers(0, 2**31), st.integers(0, 2**31))
 def test_messages_come_back_as_they_were(number: int, weight: float, nbytes: int, rows: int) -> None:
-    request = Request(Purpose.PUSH, number, rows, nbytes, rows, weight)
-    assert Request.unpack(request.pack()) == request
-    answer = Answer(Purpose.LOAD, nbytes, number)
-    assert Answer.unpack(answer.pack()) == answer
+    request = WorkerRequest(Purpose.PUSH, number, rows, nbytes, rows, weight)
+    assert WorkerRequest.unpack(request.pack()) == request
+    answer = ServerAnswer(Purpose.LOAD, nbytes, number)
+    assert ServerAnswer.unpack(answer.pack()) == answer
 
 
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=5), st.sampled_from(Mode), st.integers(0, 3), st.data())

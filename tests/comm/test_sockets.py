@@ -22,7 +22,7 @@ from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.comm.sockets import collectives as by_sockets
 from hvdlite.comm.sockets import links, meeting
 from hvdlite.comm.sockets.collectives import SocketCollectives
-from hvdlite.comm.sockets.endpoint import Endpoint
+from hvdlite.comm.sockets.endpoint import SocketEndpoint
 from hvdlite.comm.sockets.meeting import start
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, CommunicationError, HvdliteError, PeerLeftError
@@ -46,9 +46,9 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def collectives(
-    transport: LocalTransport, endpoint: Endpoint | None = None, **options: Any
+    transport: LocalTransport, endpoint: SocketEndpoint | None = None, **options: Any
 ) -> Iterator[SocketCollectives]:
-    endpoint = endpoint or Endpoint(SECRET, addresses=HERE)
+    endpoint = endpoint or SocketEndpoint(SECRET, addresses=HERE)
     made = SocketCollectives(PointToPointCollectives(transport), endpoint, large_bytes=1, **options)
     try:
         yield made
@@ -252,7 +252,7 @@ def test_strangers_are_closed_and_counted() -> None:
     ready = threading.Barrier(2)
 
     def rank(transport: LocalTransport) -> tuple[str, bool]:
-        endpoint = Endpoint(SECRET, addresses=HERE)
+        endpoint = SocketEndpoint(SECRET, addresses=HERE)
         with collectives(transport, endpoint) as ours:
             for talk in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, b"\0" * 64):
                 with socket.create_connection(("127.0.0.1", endpoint.card.port), LONG) as stranger:
@@ -270,7 +270,7 @@ def test_strangers_are_closed_and_counted() -> None:
 
 def test_a_rank_refuses_what_is_for_another() -> None:
     """Addresses such as that of docker0 exist on many hosts: who dials them may find itself."""
-    one, other = (Endpoint(SECRET, addresses=HERE) for _ in range(2))
+    one, other = (SocketEndpoint(SECRET, addresses=HERE) for _ in range(2))
     try:
         wrong = type(other.card)(other.card.name, HERE, one.card.port)
         with pytest.raises(OSError, match=f"127.0.0.1 port {one.card.port}: the launcher closed the connection"):
@@ -288,8 +288,8 @@ def free_port() -> int:
 
 def test_ports() -> None:
     port = free_port()
-    first = Endpoint(SECRET, range(port, port + 1), addresses=HERE)
-    second = Endpoint(SECRET, range(port, port + 1), addresses=HERE)
+    first = SocketEndpoint(SECRET, range(port, port + 1), addresses=HERE)
+    second = SocketEndpoint(SECRET, range(port, port + 1), addresses=HERE)
     try:
         assert (first.card.port, first.card.problem) == (port, "")
         assert "in use" in second.card.problem
@@ -302,7 +302,7 @@ def unreachable(required: bool) -> tuple[list[Any], list[str]]:
     """Two ranks of which the second cannot reach the first: what became of an allreduce, and what was said."""
 
     def rank(transport: LocalTransport) -> str | float:
-        endpoint = Endpoint(SECRET, addresses=HERE)
+        endpoint = SocketEndpoint(SECRET, addresses=HERE)
         if transport.rank == 0:
             card = endpoint.card
             endpoint.card = type(card)(card.name, card.addresses, free_port())

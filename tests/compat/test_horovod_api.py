@@ -199,7 +199,7 @@ def test_every_relaxation_is_needed() -> None:
 METHODS = {
     f"{kind}.{name}": (getattr(ours, name), entry)
     for kind, ours in (
-        ("_DistributedGradientTape", hvdlite_tf.optimizers.tape.Distributed),
+        ("_DistributedGradientTape", hvdlite_tf.optimizers.tape.DistributedTape),
         ("_DistributedOptimizer", hvdlite_tf.optimizers.v1.DistributedV1),
         ("BroadcastGlobalVariablesHook", hvdlite_tf.optimizers.v1.BroadcastGlobalVariablesHook),
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.local import LocalFabric, LocalTransport
 from hvdlite.comm.point_to_point import PointToPointCollectives
@@ -269,9 +269,9 @@ def test_few_bytes_travel() -> None:
 
 def test_options_take_single_gradients_and_whole_steps_apart() -> None:
     with pytest.raises(ArgumentError, match="compression=7: expected hvd.Compression.none, fp16 or bf16"):
-        Options(compression=7)  # type: ignore[arg-type]
+        ExchangeOptions(compression=7)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"compression=topk\(0.1.*: expected hvd.Compression.none"):
-        Options(compression=Compression.topk(0.1))  # type: ignore[arg-type]
+        ExchangeOptions(compression=Compression.topk(0.1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from hvdlite.launch.job.output import Output, Sink
 from hvdlite.launch.job.ranks import Rank
 from hvdlite.launch.job.reports import Reports
 from hvdlite.launch.worker import shared_memory, worker
-from hvdlite.launcher_link.server import Connection, Server
+from hvdlite.launcher_link.server import ControlConnection, ControlServer
 from hvdlite.launcher_link.session import Message
 from tests.support import innocent
 from tests.support.jobs import LIMIT, PROGRAMS, PROMPT, Start, Started, seconds_since_failure, wait_for
@@ -402,11 +402,11 @@ def test_pause_of_a_rank_alone_counts(start: Start, tmp_path: Path) -> None:
     assert job.end().code == 0
 
 
-def connection_of(**fields: Any) -> Connection:
+def connection_of(**fields: Any) -> ControlConnection:
     """A connection to a guard that is nowhere."""
     made = types.SimpleNamespace(rank=None, is_local=False, **fields)
     made.belongs_to = lambda rank: setattr(made, "rank", rank)
-    return cast(Connection, made)
+    return cast(ControlConnection, made)
 
 
 def test_a_pause_of_five_seconds_is_no_failure() -> None:
@@ -491,7 +491,7 @@ def test_what_strangers_at_the_ports_of_mpirun_cause_is_said_once() -> None:
         "[vm:17684] PMIX ERROR: PMIX_ERR_BAD_PARAM in file /x/src/mca/ptl/base/ptl_base_connection_hdlr.c at line 227"
     )
     other = "[vm:17684] PMIX ERROR: PMIX_ERR_BAD_PARAM in file /x/src/server/pmix_server.c at line 3"
-    screen, server = Screen(), Server("127.0.0.1")
+    screen, server = Screen(), ControlServer("127.0.0.1")
     output = Output(Screen(), screen, tagged=False)
     words = ["/bin/printf", f"{line}\n{other}\n{line}\n"]
     process = MpiProcess(words, os.environ, server, output, verbose=False)
@@ -710,7 +710,7 @@ def test_first_failure() -> None:
 def test_ranks_on_a_busy_machine_may_take_long_to_go() -> None:
     """What counts is the time that they could have used."""
 
-    connection = cast(Connection, None)
+    connection = cast(ControlConnection, None)
     known = [Rank(number, connection, "here", pid=number, guard=9, local=True) for number in range(2)]
     waited = {0: 5.0, 1: 7.0}
     departure = Departure(known, 100.0, waited.__getitem__)

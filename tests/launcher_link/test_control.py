@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from hvdlite.launcher_link import server as server_module
 from hvdlite.launcher_link.link import Address, connect, report_failure, request
-from hvdlite.launcher_link.server import STRANGERS, Connection, Server
+from hvdlite.launcher_link.server import STRANGERS, ControlConnection, ControlServer
 from hvdlite.launcher_link.session import MAGIC, Message, ProtocolError, Session, clip
 from tests.support.jobs import LIMIT, PROGRAMS, Start, wait_for
 from tests.support.strangers import GREETING, KINDS, LIE, WARM, Besieged, greeting_and_lie
@@ -230,7 +230,7 @@ class Served:
     """A server that a thread polls, and what was said to it."""
 
     def __init__(self) -> None:
-        self.server = Server("127.0.0.1")
+        self.server = ControlServer("127.0.0.1")
         self.heard: list[Message] = []
         self._stop = False
         self._thread = threading.Thread(target=self._serve)
@@ -300,7 +300,7 @@ def test_nothing_stays_of_strangers(served: Served) -> None:
     """Counts what a connection consists of, with no regard to the collector of cyclic garbage."""
 
     def count() -> int:
-        return sum(isinstance(each, (Connection, Session, socket.socket)) for each in gc.get_objects())
+        return sum(isinstance(each, (ControlConnection, Session, socket.socket)) for each in gc.get_objects())
 
     rng = random.Random(5)
     gc.collect()

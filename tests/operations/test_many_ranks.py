@@ -17,9 +17,9 @@ from hvdlite.algorithms.fold import Core
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.operations.negotiation.controller import FANOUT
 from hvdlite.protocols import ReduceOp, numpy_combine
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 
-LINK = Link(1e-3, 1e-6)
+LINK = NetworkLink(1e-3, 1e-6)
 REDUCTION = 3e-7
 COSTS = Costs(announce=1e-6, step=2e-6, look=3e-6, take=5e-6, post=7e-6)
 FREE = Costs()
@@ -50,7 +50,7 @@ def test_sums_are_right_and_take_the_time_of_the_formula(algorithm: str, size: i
 def test_an_agreement_in_a_full_tree_takes_the_time_of_the_formula(levels: int) -> None:
     ranks = (FANOUT ** (levels + 1) - 1) // (FANOUT - 1)
     assert many_ranks.depth(ranks) == levels
-    link = Link(1e-4, 0.0)
+    link = NetworkLink(1e-4, 0.0)
     costs = COSTS
     seconds = many_ranks.agreement(Cluster(ranks, 1, link, link, costs))
     each = 2 * link.latency + 3 * costs.step + 2 * costs.look + (FANOUT + 1) * (costs.take + costs.post)
@@ -60,11 +60,11 @@ def test_an_agreement_in_a_full_tree_takes_the_time_of_the_formula(levels: int) 
 
 @pytest.mark.parametrize("count", [2, 3, 12, 64, 100])
 def test_other_trees_take_no_longer_than_on_paper(count: int) -> None:
-    link = Link(1e-4, 0.0)
+    link = NetworkLink(1e-4, 0.0)
     simulated = many_ranks.agreement(Cluster(count, 1, link, link, COSTS))
     paper = many_ranks.agreement_on_paper(count, 1, 1e-4, 1e-4, COSTS)
     assert 0.5 * paper < simulated <= paper * (1 + 1e-9)
-    hosts = Cluster(-(-count // 4), 4, link, Link(0.0, 0.0), COSTS)
+    hosts = Cluster(-(-count // 4), 4, link, NetworkLink(0.0, 0.0), COSTS)
     assert many_ranks.agreement(hosts) < simulated + 1e-4
 
 
@@ -93,8 +93,10 @@ def test_the_exchange_of_a_host_is_memory_and_two_meetings() -> None:
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 1), (8, 1), (4, 2), (8, 4)])
 def test_an_exchange_between_hosts_is_between_the_wire_and_the_paper(hosts: int, per_host: int) -> None:
     elements = 2**20
-    link, costs = Link(1e-5, 1e-9), Costs(copy=1e-11, meeting=1e-6)
-    seconds = many_ranks.exchange(Cluster(hosts, per_host, link, Link(0.0, 0.0), costs, values=False), elements, 1e-10)
+    link, costs = NetworkLink(1e-5, 1e-9), Costs(copy=1e-11, meeting=1e-6)
+    seconds = many_ranks.exchange(
+        Cluster(hosts, per_host, link, NetworkLink(0.0, 0.0), costs, values=False), elements, 1e-10
+    )
     paper = many_ranks.exchange_on_paper(hosts, per_host, elements, link, 1e-10, costs)
     wire = 2 * (hosts - 1) / hosts * 4 * elements * link.seconds_per_byte
     assert wire < seconds < paper * 1.02
@@ -103,8 +105,8 @@ def test_an_exchange_between_hosts_is_between_the_wire_and_the_paper(hosts: int,
 
 
 def test_more_ranks_take_longer() -> None:
-    link = Link(1e-4, 1e-9)
-    times = [many_ranks.agreement(Cluster(hosts, 8, link, Link(1e-6, 0.0), COSTS)) for hosts in (1, 8, 64)]
+    link = NetworkLink(1e-4, 1e-9)
+    times = [many_ranks.agreement(Cluster(hosts, 8, link, NetworkLink(1e-6, 0.0), COSTS)) for hosts in (1, 8, 64)]
     assert times == sorted(times) and times[0] < times[-1]
 
 

@@ -13,7 +13,7 @@ import pytest
 import hvdlite as hvd
 from hvdlite.api import world
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.comm.ordered.calls import Call
+from hvdlite.comm.ordered.calls import CollectiveCall
 from hvdlite.comm.ordered.communicator import Communicator
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, CommunicationError, HvdliteError, MismatchError, PeerLeftError
@@ -29,7 +29,7 @@ def everybody(name: str = "all", limit: float | None = None) -> Communicator:
     return world().communicators.new(range(hvd.size()), name, limit)
 
 
-def total(value: float, nbytes: int = 8) -> Call:
+def total(value: float, nbytes: int = 8) -> CollectiveCall:
     """A call that sums a value over the ranks."""
 
     def run(collectives: HierarchicalCollectives) -> float:
@@ -37,7 +37,7 @@ def total(value: float, nbytes: int = 8) -> Call:
         collectives.allreduce(data, ReduceOp.SUM)
         return float(data[-1])
 
-    return Call(f"sum({nbytes})", run)
+    return CollectiveCall(f"sum({nbytes})", run)
 
 
 def test_calls_run_in_their_order(ranks: Ranks) -> None:
@@ -146,7 +146,7 @@ def test_an_interrupted_wait_for_another_thread_breaks_the_group_off() -> None:
     def check() -> None:
         group = everybody()
         if hvd.rank() == 1:
-            group.run(Call("stand", lambda _: None))
+            group.run(CollectiveCall("stand", lambda _: None))
             with pytest.raises(PeerLeftError, match="KeyboardInterrupt"):
                 group.run(total(1.0))
             go_on.set()
@@ -156,7 +156,7 @@ def test_an_interrupted_wait_for_another_thread_breaks_the_group_off() -> None:
             inside.set()
             assert go_on.wait(30)
 
-        runner = threading.Thread(target=group.run, args=(Call("stand", stand),))
+        runner = threading.Thread(target=group.run, args=(CollectiveCall("stand", stand),))
         runner.start()
         assert inside.wait(30)
         group._calls._something_is_over.wait = interrupted  # type: ignore[assignment, method-assign]
@@ -179,7 +179,7 @@ def test_a_callback_may_not_call(ranks: Ranks) -> None:
                 group.submit(total(2.0))
             errors.append(str(raised.value))
 
-        call = Call("two calls", lambda collectives: callback())
+        call = CollectiveCall("two calls", lambda collectives: callback())
         group.run(call)
         assert "sum(8) was called in the middle of another collective" in errors[0]
         assert "HVDLITE_OVERLAP=off" in errors[0]
@@ -194,7 +194,7 @@ def test_a_call_that_fails_raises_where_it_is_awaited(ranks: Ranks) -> None:
             raise ArgumentError("on all ranks alike")
 
         group = everybody()
-        pending = group.submit(Call("fail", fail))
+        pending = group.submit(CollectiveCall("fail", fail))
         with pytest.raises(ArgumentError, match="on all ranks alike"):
             group.wait(pending)
         assert group.run(total(1.0)) == hvd.size()

@@ -17,7 +17,7 @@ import hvdlite as hvd
 import hvdlite.gradients.device.announced
 from hvdlite.adapter.buckets import DeviceBuckets, HostBuckets
 from hvdlite.adapter.eager_sync import EagerSync
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.api import world
 from hvdlite.errors import DeviceError, HvdliteError, MismatchError
 from hvdlite.gradients.planner import plan_buckets
@@ -280,7 +280,7 @@ def test_the_gradients_of_keras_on_torch(ranks: Any) -> None:
     def check(gpu: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
         sources = list(own(gpu, 7).values())
-        exchange = EagerSync(Options())
+        exchange = EagerSync(ExchangeOptions())
         for step in range(3):
             gradients: Any = list(own(gpu, rank, step).values())
             weights = [float(1 + r) for r in range(size)]

@@ -17,7 +17,7 @@ import pytest
 import hvdlite as hvd
 from hvdlite.api import world
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.comm.ordered.calls import Call
+from hvdlite.comm.ordered.calls import CollectiveCall
 from hvdlite.protocols import ANY, Array, ReduceOp, Request
 
 Ranks = Callable[..., list[Any]]
@@ -46,7 +46,7 @@ def opened(kind: str) -> Iterator[Messages]:
     """A channel, whose messages go on while a rank waits for one, or a communicator, whose messages go on by themselves."""
     group = world().communicators.new(range(hvd.size()), "all", LIMIT)
     yield group.channel if kind == "channel" else group
-    group.run(Call("the end", lambda _: None))
+    group.run(CollectiveCall("the end", lambda _: None))
     group.close()
 
 
@@ -118,11 +118,11 @@ def test_a_collective_between_the_receive_and_its_wait(ranks: Ranks, first: bool
                 sent = group.isend(pattern(nbytes, sender, receiver), receiver)
                 if rank != receiver:
                     sent.wait()
-            group.run(Call("total", total))
+            group.run(CollectiveCall("total", total))
             if received is not None:
                 received.wait()
                 assert (got == pattern(nbytes, sender, receiver)).all()
-        group.run(Call("the end", lambda _: None))
+        group.run(CollectiveCall("the end", lambda _: None))
         group.close()
 
     ranks(check)

@@ -13,7 +13,7 @@ import tensorflow as tf
 import hvdlite.gradients.bucket
 import hvdlite_tf as hvd
 from hvdlite.adapter import buckets, gradient_memory
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.api import world
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
@@ -62,7 +62,7 @@ def test_dense_gradients(ranks: Any, graph: bool, op: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
         dtypes = ["float32", "float64", "bfloat16", "float16", "complex64"]
         sources = [tf.Variable(tf.zeros(shape, dtype)) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
-        exchange = GradientExchange(Options(op=op))
+        exchange = GradientExchange(ExchangeOptions(op=op))
         run = runner(graph, lambda *gradients: exchange.combine(sources, gradients))
         for step in range(3):
             own = [tf.cast(tf.constant(x), dtype) for x, dtype in zip(of_rank(rank, step), dtypes, strict=True)]
@@ -84,7 +84,7 @@ def test_weights(ranks: Any, graph: bool) -> None:
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        sources, exchange = variables(), GradientExchange(Options())
+        sources, exchange = variables(), GradientExchange(ExchangeOptions())
         run = runner(graph, lambda weight, *gradients: exchange.combine(sources, gradients, weight))
         own = of_rank(rank) if rank > 0 or size == 1 else [np.full(shape, np.nan) for shape in SHAPES]
         weight = 1.0 if size == 1 else float(rank)
@@ -98,7 +98,7 @@ def test_weights(ranks: Any, graph: bool) -> None:
             with pytest.raises(kind, match="weights of all ranks add up to 0"):
                 run(tf.constant(0.0), *(tf.zeros(shape) for shape in SHAPES))
         with pytest.raises(ArgumentError, match="for averages"):
-            GradientExchange(Options(op=hvd.Sum)).combine(sources, [None] * len(sources), 2.0)
+            GradientExchange(ExchangeOptions(op=hvd.Sum)).combine(sources, [None] * len(sources), 2.0)
 
     ranks(check)
 
@@ -107,7 +107,7 @@ def test_weights(ranks: Any, graph: bool) -> None:
 def test_gradients_that_some_ranks_have(ranks: Any, graph: bool) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        sources, exchange = variables(), GradientExchange(Options())
+        sources, exchange = variables(), GradientExchange(ExchangeOptions())
 
         def combine(step: int) -> list[Any]:
             own = [tf.constant(x, "float32") for x in of_rank(rank, step)]
@@ -134,7 +134,7 @@ def test_a_function_that_one_rank_traces_again(ranks: Any) -> None:
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        sources, exchange = variables(), GradientExchange(Options(op=hvd.Sum))
+        sources, exchange = variables(), GradientExchange(ExchangeOptions(op=hvd.Sum))
 
         @tf.function(autograph=False)
         def traced_again(x: Any, often: int) -> Any:
@@ -156,7 +156,7 @@ def test_other_gradients_in_a_later_function_of_the_same_name(ranks: Any) -> Non
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
         sources = [tf.Variable(tf.zeros(7)), tf.Variable(tf.zeros(7))]
-        exchange = GradientExchange(Options(op=hvd.Sum))
+        exchange = GradientExchange(ExchangeOptions(op=hvd.Sum))
 
         def combine(*own: Any) -> Any:
             return runner(True, lambda: exchange.combine(sources, own), "same_name")()
@@ -184,7 +184,7 @@ def test_rows_of_embeddings(ranks: Any, graph: bool, as_dense: bool, compression
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
         table, bias = tf.Variable(tf.zeros([6, 2])), tf.Variable(tf.zeros([3]))
-        exchange = GradientExchange(Options(sparse_as_dense=as_dense, compression=compression))
+        exchange = GradientExchange(ExchangeOptions(sparse_as_dense=as_dense, compression=compression))
 
         def rows_of(r: int) -> tuple[np.ndarray, np.ndarray]:
             random = np.random.default_rng(r)
@@ -225,7 +225,7 @@ def test_one_rank_alone_has_rows(ranks: Any) -> None:
     def check() -> None:
         size = hvd.size()
         sources = [tf.Variable(tf.zeros([4, 1])), tf.Variable(tf.zeros([5, 1])), tf.Variable(tf.zeros([2]))]
-        exchange = GradientExchange(Options(op=hvd.Sum))
+        exchange = GradientExchange(ExchangeOptions(op=hvd.Sum))
         for index in (0, 1, 0):
             own: list[Any] = [None, None, tf.ones(2)]
             if hvd.rank() == size - 1:
@@ -257,7 +257,7 @@ def test_compression(ranks: Any, graph: bool, compression: Any) -> None:
             tf.constant([1.5, -4.0], "float64"),
             tf.constant([1.0, 2.0, 3.0], "float16"),
         ]
-        exchange = GradientExchange(Options(compression=compression, gradient_predivide_factor=16.0))
+        exchange = GradientExchange(ExchangeOptions(compression=compression, gradient_predivide_factor=16.0))
         found = runner(graph, lambda: exchange.combine(sources, own))()
         for tensor, expected in zip(found, own, strict=True):
             assert tensor.dtype == expected.dtype
@@ -282,7 +282,7 @@ def test_adasum(ranks: Any, graph: bool) -> None:
         rank = hvd.rank()
         sources, exchange = (
             [tf.Variable(tf.zeros(3)), tf.Variable(tf.zeros(2))],
-            GradientExchange(Options(op=hvd.Adasum)),
+            GradientExchange(ExchangeOptions(op=hvd.Adasum)),
         )
         a, b = np.array([1.0, 2.0, 3.0]), np.array([-1.0, 0.5, 4.0])
         own = [tf.constant(b if rank else a, "float32"), tf.ones(2) if rank == 0 else None]
@@ -301,7 +301,7 @@ def test_gradients_that_a_program_keeps_stay_as_they_are(ranks: Any, graph: bool
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        sources, exchange = variables(), GradientExchange(Options(op=hvd.Sum))
+        sources, exchange = variables(), GradientExchange(ExchangeOptions(op=hvd.Sum))
         run = runner(graph, lambda *gradients: exchange.combine(sources, gradients))
         kept: dict[int, list[Any]] = {}
         for step in range(4 * buckets.ROOMS):
@@ -321,7 +321,7 @@ def test_one_rank_computes_with_gradients_that_the_others_read_too(ranks: Any) -
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        source, exchange = tf.Variable(tf.zeros([64, 64])), GradientExchange(Options(op=hvd.Sum))
+        source, exchange = tf.Variable(tf.zeros([64, 64])), GradientExchange(ExchangeOptions(op=hvd.Sum))
         held, moved = tf.Variable(tf.zeros([64, 64])), tf.Variable(tf.zeros([64, 64]))
 
         @tf.function(autograph=False)
@@ -360,11 +360,12 @@ def test_memory_is_found_again_and_given_up(ranks: Any, monkeypatch: pytest.Monk
             source = [tf.Variable(tf.zeros(elements))]
             if elements not in functions:
                 functions[elements] = tf.function(
-                    lambda own, source=source: GradientExchange(Options()).combine(source, [own]), autograph=False
+                    lambda own, source=source: GradientExchange(ExchangeOptions()).combine(source, [own]),
+                    autograph=False,
                 )
             for run in (
                 functions[elements],
-                lambda own, source=source: GradientExchange(Options()).combine(source, [own]),
+                lambda own, source=source: GradientExchange(ExchangeOptions()).combine(source, [own]),
             ):
                 (found,) = run(tf.fill([elements], float(rank)))
                 assert (found.numpy() == (size - 1) / 2).all()
@@ -383,7 +384,7 @@ def test_memory_is_given_up_where_a_rank_has_no_more_data(ranks: Any, monkeypatc
 
         def exchange(elements: int, having: int) -> None:
             source = [tf.Variable(tf.zeros(elements))]
-            (found,) = GradientExchange(Options()).combine(source, [tf.fill([elements], float(rank))])
+            (found,) = GradientExchange(ExchangeOptions()).combine(source, [tf.fill([elements], float(rank))])
             assert (found.numpy() == (size - 1 if having == 1 else (size - 1) / 2)).all()
 
         for elements in [71, 72] + [73, 74, 75, 76] * (rank == size - 1):
@@ -398,7 +399,7 @@ def test_memory_is_given_up_where_a_rank_has_no_more_data(ranks: Any, monkeypatc
 def test_shapes_that_are_not_known_when_a_function_is_traced(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        exchange = GradientExchange(Options(op=hvd.Sum))
+        exchange = GradientExchange(ExchangeOptions(op=hvd.Sum))
 
         @tf.function(input_signature=[tf.TensorSpec([None, 2])], autograph=False)
         def step(x: Any) -> Any:
@@ -417,7 +418,7 @@ def test_in_a_session(ranks: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             fed = tf.compat.v1.placeholder(tf.float32, [3])
-            exchange = GradientExchange(Options(op=hvd.Sum))
+            exchange = GradientExchange(ExchangeOptions(op=hvd.Sum))
             source = tf.compat.v1.get_variable("x", [3])
             slices = tf.IndexedSlices(tf.reshape(fed, [3, 1]), tf.constant([rank, 0, 1]), tf.constant([4, 1]))
             table = tf.compat.v1.get_variable("table", [4, 1])
@@ -443,12 +444,12 @@ def test_different_layouts_are_a_mismatch_on_all_ranks(ranks: Any, graph: bool) 
     def check() -> None:
         if hvd.size() > 1:
             source = [tf.Variable(tf.zeros(113 + hvd.rank() // (hvd.size() - 1)))]
-            run = runner(graph, lambda: GradientExchange(Options()).combine(source, [tf.ones(source[0].shape)]))
+            run = runner(graph, lambda: GradientExchange(ExchangeOptions()).combine(source, [tf.ones(source[0].shape)]))
             with pytest.raises(MismatchError, match="gradient buckets"):
                 run()
             sources = [tf.Variable(tf.zeros(115)) for _ in range(1 + hvd.rank() // (hvd.size() - 1))]
             own = [tf.ones(115) for _ in sources]
-            run = runner(graph, lambda: GradientExchange(Options()).combine(sources, own), "numbers")
+            run = runner(graph, lambda: GradientExchange(ExchangeOptions()).combine(sources, own), "numbers")
             with pytest.raises(MismatchError, match="gradient buckets|different numbers of sources"):
                 run()
 
@@ -459,7 +460,7 @@ def test_different_layouts_are_a_mismatch_on_all_ranks(ranks: Any, graph: bool) 
 def test_different_layouts_that_both_are_known_end_the_job() -> None:
     def check() -> None:
         sources = [tf.Variable(tf.zeros(elements)) for elements in (3, 4)]
-        exchange = GradientExchange(Options())
+        exchange = GradientExchange(ExchangeOptions())
         for source in (*sources, sources[hvd.rank()]):
             exchange.combine([source], [tf.ones(source.shape)])
 
@@ -470,7 +471,7 @@ def test_different_layouts_that_both_are_known_end_the_job() -> None:
 
 def test_bad_gradients(ranks: Any) -> None:
     def check() -> None:
-        exchange, source = GradientExchange(Options()), tf.Variable(tf.zeros(3))
+        exchange, source = GradientExchange(ExchangeOptions()), tf.Variable(tf.zeros(3))
         for bad in (tf.ones(4), tf.ones(3, "float64")):
             with pytest.raises(ArgumentError, match="expected the same"):
                 exchange.combine([source], [bad])

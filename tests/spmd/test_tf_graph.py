@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite_tf as hvd
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite_tf.gradients.exchange import GradientExchange
 from tests.conftest import UNDER_MPI
@@ -174,7 +174,7 @@ def test_200_gradients_in_any_order(ranks: Any, pytestconfig: pytest.Config) -> 
         variables = [tf.Variable(0.0) for _ in range(buckets * each)]
         factors = tf.constant([(rank + 1.0) * i for i in range(len(variables))])
         work = amounts(len(variables))
-        exchange = GradientExchange(Options(op=hvd.Sum))
+        exchange = GradientExchange(ExchangeOptions(op=hvd.Sum))
 
         @tf.function(autograph=False)
         def step(number: Any) -> Any:
@@ -332,7 +332,7 @@ def test_functions_that_wait_for_each_other(ranks: Any) -> None:
     """One in an exchange of gradients, one in an operation: the threads of the program are inside of TensorFlow meanwhile."""
 
     def check() -> None:
-        exchange = GradientExchange(Options())
+        exchange = GradientExchange(ExchangeOptions())
         variable = tf.Variable([1.0])
         step = tf.function(lambda: exchange.combine([variable], [tf.ones(1)]), autograph=False)
         other = tf.function(lambda: hvd.allreduce(tf.ones(1)), autograph=False)

@@ -12,7 +12,7 @@ import torch
 
 import hvdlite_tf as hvd
 from hvdlite.adapter.buckets import DeviceBuckets, HostBuckets
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import ExchangeOptions
 from hvdlite.errors import DeviceError, HvdliteError, MismatchError
 from hvdlite.tensors import device_registry
 from hvdlite.tensors.compression import Compression
@@ -54,7 +54,7 @@ def test_weighted_averages(ranks: Any, dtype: str, tolerance: float) -> None:
     @on_gpu
     def check(gpu: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
-        exchange, sources, held = GradientExchange(Options()), variables(dtype), []
+        exchange, sources, held = GradientExchange(ExchangeOptions()), variables(dtype), []
         for step in range(4):
             weights = [float(1 + r) for r in range(size)]
             expected = mean(weights, step) if size > 1 else values(0, step)
@@ -74,7 +74,7 @@ def test_gradients_that_some_ranks_lack(ranks: Any) -> None:
     @on_gpu
     def check(gpu: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
-        exchange, sources = GradientExchange(Options(op=hvd.Sum)), variables()
+        exchange, sources = GradientExchange(ExchangeOptions(op=hvd.Sum)), variables()
         for step in range(3):
             gradients: list[Any] = own(rank, step)
             gradients[0] = None
@@ -98,7 +98,7 @@ def test_rows_beside_dense_gradients(ranks: Any) -> None:
     @on_gpu
     def check(gpu: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
-        exchange, sources = GradientExchange(Options(op=hvd.Sum)), variables()
+        exchange, sources = GradientExchange(ExchangeOptions(op=hvd.Sum)), variables()
         for step in range(3):
             gradients: list[Any] = own(rank, step)
             if rank == 0:
@@ -147,7 +147,7 @@ def test_errors_and_compression(ranks: Any) -> None:
     @on_gpu
     def check(gpu: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
-        exchange, sources = GradientExchange(Options(compression=Compression.fp16)), variables()
+        exchange, sources = GradientExchange(ExchangeOptions(compression=Compression.fp16)), variables()
         for step in range(2):
             if size > 1:
                 with pytest.raises(HvdliteError, match="add up to 0"):
@@ -161,7 +161,7 @@ def test_in_a_graph_they_go_through_host_memory(ranks: Any) -> None:
     @on_gpu
     def check(gpu: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
-        exchange, sources = GradientExchange(Options()), variables()
+        exchange, sources = GradientExchange(ExchangeOptions()), variables()
         step = tf.function(lambda *gradients: exchange.combine(sources, gradients), autograph=False)
         same(step(*own(rank)), mean([1.0] * size))
         assert kinds_of_buckets() == ({HostBuckets} if size > 1 else set())
@@ -178,7 +178,7 @@ def test_without_a_library_that_can_use_the_gpu(ranks: Any, monkeypatch: pytest.
     @on_gpu
     def check(gpu: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
-        found = GradientExchange(Options()).combine(variables(), own(rank))
+        found = GradientExchange(ExchangeOptions()).combine(variables(), own(rank))
         same(found, mean([1.0] * size))
         assert kinds_of_buckets() == ({HostBuckets} if size > 1 else set())
 
@@ -192,6 +192,6 @@ def test_ranks_that_go_different_ways(ranks: Any, monkeypatch: pytest.MonkeyPatc
     def check(gpu: Any) -> None:
         if hvd.size() > 1:
             with pytest.raises(MismatchError, match="device=cuda"):
-                GradientExchange(Options()).combine(variables(), own(hvd.rank()))
+                GradientExchange(ExchangeOptions()).combine(variables(), own(hvd.rank()))
 
     ranks(check)

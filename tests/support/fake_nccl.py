@@ -136,7 +136,7 @@ class FakeNccl:
 
 
 class FakeCommunicator:
-    """A `hvdlite.comm.gpu.nccl.Communicator`."""
+    """A `hvdlite.comm.gpu.nccl.DeviceCommunicator`."""
 
     def __init__(self, library: FakeNccl, address: Any, size: int, rank: int) -> None:
         self.library, self.size, self.rank = library, size, rank

@@ -30,7 +30,7 @@ from hvdlite.gradients.lossy.topk import TopK
 from hvdlite.operations import Agreement
 from hvdlite.protocols import ReduceOp, TensorInfo, numpy_combine
 from hvdlite.testing import on_ranks
-from hvdlite.tools.advise import Link, Model, parse_link, parse_strategy, report
+from hvdlite.tools.advise import CostModel, NetworkLink, parse_link, parse_strategy, report
 from hvdlite.tools.advise.command import read
 from hvdlite.tools.advise.exchanges import KINDS, EqualRanks, ExchangeCost
 from hvdlite.tools.advise.plot import crossings
@@ -77,12 +77,12 @@ def profile(computes: tuple[float, ...], **changes: Any) -> Profile:
 
 
 FOUR = profile((0.01,) * 4)
-links = st.builds(Link, st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-6))
+links = st.builds(NetworkLink, st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-6))
 
 
-def cost(name: str, link: Link, of: Profile = FOUR, per_host: int | None = None) -> tuple[float, float]:
+def cost(name: str, link: NetworkLink, of: Profile = FOUR, per_host: int | None = None) -> tuple[float, float]:
     """The seconds and bytes of a strategy."""
-    found = Model(of, link, per_host).estimate(parse_strategy(name))
+    found = CostModel(of, link, per_host).estimate(parse_strategy(name))
     return found.seconds, found.nbytes
 
 
@@ -113,7 +113,7 @@ def test_an_exchange_takes_as_long_as_on_a_simulated_network(
     network = Network(latency, 1 / per_byte, 1 / reduction if reduction else math.inf)
     seconds, sent = run_counting(size, network, on_rank)
     exchange = ExchangeCost(kind, 4 * count)
-    assert exchange.seconds(size, Link(latency, per_byte, reduction)) == pytest.approx(seconds, rel=1e-9)
+    assert exchange.seconds(size, NetworkLink(latency, per_byte, reduction)) == pytest.approx(seconds, rel=1e-9)
     assert exchange.sent(size) == pytest.approx(sent / size, rel=1e-12)
 
 
@@ -155,7 +155,7 @@ def test_powersgd_and_topk_send_what_their_papers_say(shapes: list[tuple[int, in
 
 
 @given(links)
-def test_closed_forms_on_four_hosts_of_one_rank(link: Link) -> None:
+def test_closed_forms_on_four_hosts_of_one_rank(link: NetworkLink) -> None:
     alpha, beta = link.latency, link.seconds_per_byte
     header = 2 * (alpha + 8 * (3 + 16) * (beta + COPY))  # a butterfly
     ring = 4 * alpha + 1.5 * N * beta + 0.75 * N * COPY  # Rabenseifner's algorithm
@@ -173,7 +173,7 @@ def test_closed_forms_on_four_hosts_of_one_rank(link: Link) -> None:
 
 
 @given(links, st.integers(1, 3))
-def test_closed_forms_of_a_parameter_server(link: Link, servers: int) -> None:
+def test_closed_forms_of_a_parameter_server(link: NetworkLink, servers: int) -> None:
     matrices = (TensorInfo("float32", (64, 64)),) * 12  # they are dealt out equally, to 1, 2, 3 and 4 servers
     n, beta = 12 * 4 * 64 * 64, link.seconds_per_byte
     of = replace(FOUR, layout=matrices)
@@ -189,16 +189,16 @@ def test_closed_forms_of_a_parameter_server(link: Link, servers: int) -> None:
 
 def test_a_server_has_the_link_that_was_measured_and_not_that_of_the_exchanges() -> None:
     """The exchanges of the program take longer than the link explains. Messages to a server need not."""
-    link = Link(1e-4, 1e-7)
+    link = NetworkLink(1e-4, 1e-7)
     of = profile((0.01,) * 2, hosts=(0, 1), link=link, steps=((MeasuredStep(0.01, 0.05, UPDATE),) * 3,) * 2)
-    model = Model(of)
+    model = CostModel(of)
     assert model.estimate(parse_strategy("gradients")).seconds == pytest.approx(0.01 + 0.05 + UPDATE)
     expected = 0.01 + UPDATE + 2 * (link.latency + N * link.seconds_per_byte) + 4 * N * COPY
     assert model.estimate(parse_strategy("sync:1")).seconds == pytest.approx(expected)
 
 
 @given(links, st.floats(1.1, 10))
-def test_what_must_hold_on_every_link(link: Link, factor: float) -> None:
+def test_what_must_hold_on_every_link(link: NetworkLink, factor: float) -> None:
     slower = replace(link, seconds_per_byte=factor * link.seconds_per_byte)
     for strategy in map(str, USUAL):
         (seconds, nbytes), (more, same) = cost(strategy, link), cost(strategy, slower)
@@ -211,8 +211,8 @@ def test_what_must_hold_on_every_link(link: Link, factor: float) -> None:
 
 
 def test_a_slow_rank_stops_those_who_wait_for_it() -> None:
-    link, of = Link(0.0, 0.0 + 1e-12), profile((0.01, 0.01, 0.01, 0.05), copy=0.0)
-    model = Model(of, link)
+    link, of = NetworkLink(0.0, 0.0 + 1e-12), profile((0.01, 0.01, 0.01, 0.05), copy=0.0)
+    model = CostModel(of, link)
     rates = {name: model.estimate(parse_strategy(name)).rate for name in ("gradients", "sync", "async")}
     assert rates["gradients"] == pytest.approx(4 / (0.05 + UPDATE), rel=1e-3)
     assert rates["async"] == pytest.approx(3 / (0.01 + UPDATE) + 1 / (0.05 + UPDATE), rel=1e-3)
@@ -221,17 +221,17 @@ def test_a_slow_rank_stops_those_who_wait_for_it() -> None:
 
 @pytest.mark.parametrize("exchange", [0.05, 1e-9])
 def test_the_programs_own_exchange_says_how_fast_a_measured_link_is(exchange: float) -> None:
-    link = Link(1e-5, 1e-8)
+    link = NetworkLink(1e-5, 1e-8)
     of = profile((0.01,) * 4, hosts=(0, 1, 2, 3), link=link)
     of = replace(
         of, steps=tuple((MeasuredStep(0.01, exchange + 0.01 * rank, UPDATE),) * 3 for rank in range(4))
     )  # with waits
-    found = Model(of).estimate(parse_strategy("gradients")).seconds
+    found = CostModel(of).estimate(parse_strategy("gradients")).seconds
     assert found == pytest.approx(max(0.01 + exchange + UPDATE, cost("gradients", link)[0]))
 
 
 def test_memory_counts_on_one_host() -> None:
-    model = Model(FOUR)
+    model = CostModel(FOUR)
     found = {name: model.estimate(parse_strategy(name)) for name in ("gradients", "sharded", "localsgd:8")}
     assert {each.nbytes for each in found.values()} == {0.0}
     assert found["gradients"].seconds == pytest.approx(0.01 + UPDATE + 3 * 0.75 * N * COPY)
@@ -239,8 +239,8 @@ def test_memory_counts_on_one_host() -> None:
 
 
 def test_the_recommendation_changes_least_among_the_fast() -> None:
-    def chosen(link: Link) -> str:
-        model = Model(FOUR, link)
+    def chosen(link: NetworkLink) -> str:
+        model = CostModel(FOUR, link)
         return report.choose([model.estimate(each) for each in USUAL]).strategy.kind
 
     assert chosen(parse_link("100gbit,1us")) in ("gradients", "sharded", "overlapped", "sync")
@@ -248,11 +248,11 @@ def test_the_recommendation_changes_least_among_the_fast() -> None:
 
 
 def test_the_fastest_changes_where_the_crossings_are() -> None:
-    model = Model(FOUR, parse_link("1gbit,10us"))
+    model = CostModel(FOUR, parse_link("1gbit,10us"))
     found = crossings(model, USUAL)
     assert found
     for bits, before, after in found:
-        at = model.with_link(Link(1e-5, 8 / bits))
+        at = model.with_link(NetworkLink(1e-5, 8 / bits))
         assert at.estimate(before).rate == pytest.approx(at.estimate(after).rate, rel=1e-6)
 
 
@@ -290,19 +290,19 @@ def test_names_of_strategies_are_read_as_they_are_written() -> None:
 
 def test_models_that_cannot_be() -> None:
     with pytest.raises(ArgumentError, match="one rank has nobody"):
-        Model(profile((0.01,)))
+        CostModel(profile((0.01,)))
     with pytest.raises(ArgumentError, match="cannot be dealt out"):
-        Model(FOUR, parse_link("1gbit"), per_host=3)
+        CostModel(FOUR, parse_link("1gbit"), per_host=3)
     with pytest.raises(ArgumentError, match="4 hosts: say what is between them"):
-        Model(FOUR, per_host=1)
+        CostModel(FOUR, per_host=1)
     with pytest.raises(ArgumentError, match="none is left to train"):
-        Model(FOUR, parse_link("1gbit")).estimate(parse_strategy("async:4"))
+        CostModel(FOUR, parse_link("1gbit")).estimate(parse_strategy("async:4"))
     with pytest.raises(ArgumentError, match="powersgd:5 was not tried out"):
-        Model(FOUR, parse_link("1gbit")).estimate(parse_strategy("powersgd:5"))
+        CostModel(FOUR, parse_link("1gbit")).estimate(parse_strategy("powersgd:5"))
 
 
 def test_of_one_kind_what_keeps_most_is_recommended() -> None:
-    model = Model(FOUR, parse_link("1gbit"))
+    model = CostModel(FOUR, parse_link("1gbit"))
     like = model.estimate(parse_strategy("powersgd:4"))
     alike = [
         dataclasses.replace(like, strategy=parse_strategy(name)) for name in ("powersgd:4", "powersgd:8", "powersgd:2")
@@ -312,15 +312,15 @@ def test_of_one_kind_what_keeps_most_is_recommended() -> None:
 
 def test_a_program_that_waits_more_than_predicted() -> None:
     """The report says what its table leaves out of the program's own step."""
-    model = Model(FOUR)
+    model = CostModel(FOUR)
     estimates = [model.estimate(parse_strategy(name)) for name in ("gradients", "sharded")]
     said = report.text(model, estimates)
     assert "The program as it is (whole gradients) takes 22.0 ms" in said
     assert "Of the same, gradients, the table says 12.0 ms: it leaves out the 10.0 ms in which ranks waited" in said
-    quiet = Model(profile((0.01,) * 4, steps=((MeasuredStep(0.01, 0.001, UPDATE),) * 3,) * 4))
+    quiet = CostModel(profile((0.01,) * 4, steps=((MeasuredStep(0.01, 0.001, UPDATE),) * 3,) * 4))
     assert "leaves out" not in report.text(quiet, estimates)
     assert "leaves out" not in report.text(
-        Model(FOUR, Link(1e-3, 1e-8)), estimates
+        CostModel(FOUR, NetworkLink(1e-3, 1e-8)), estimates
     )  # another link than the program had
 
 
@@ -385,7 +385,7 @@ def test_a_training_is_measured_and_ended(tmp_path: Path, options: dict[str, Any
     assert found.link is not None and min(found.link.latency, found.link.seconds_per_byte, found.copy) > 0
     assert found.whole_update is not options.get("shard", False)
     assert min(found.ready) > 0
-    model = Model(found)
+    model = CostModel(found)
     assert (model.cluster.hosts, model.cluster.per_host) == (2, 2)
     assert all(model.estimate(each).seconds > 0 for each in map(parse_strategy, ("gradients", "powersgd:4", "async")))
 

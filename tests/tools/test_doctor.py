@@ -25,7 +25,7 @@ from hvdlite.comm.local import LocalFabric, LocalTransport
 from hvdlite.errors import LaunchError, WorldSizeError
 from hvdlite.launch import cli as launch_cli
 from hvdlite.launch.check_build import MpiLibrary
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 from hvdlite.tools.advise.profile import MeasuredStep
 from hvdlite.tools.cli import main
 from hvdlite.tools.doctor import command, install, job, probe, rules
@@ -35,7 +35,7 @@ from hvdlite.tools.doctor.finding import Finding, Severity, sort
 from hvdlite.tools.doctor.heard import Heard
 from hvdlite.tools.doctor.imports import broken_imports
 from hvdlite.tools.doctor.links import chosen, measure_links
-from hvdlite.tools.doctor.observe import Places, observe, watch
+from hvdlite.tools.doctor.observe import HostSources, observe, watch
 from hvdlite.tools.doctor.predict import counts, held_out, made_up, predict, step
 from hvdlite.tools.doctor.probe import ProbeRequest
 from tests.support.hosts import hosts, why_not
@@ -148,7 +148,7 @@ def test_an_srun_without_pmix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("slow", [None, (2, 0), "all of node 2"])
 def test_one_slow_link(slow: Any) -> None:
     hosts = ["node0", "node0", "node1", "node2"]
-    fast, late = Link(1e-5, 1e-9), Link(1e-5, 1e-8)
+    fast, late = NetworkLink(1e-5, 1e-9), NetworkLink(1e-5, 1e-8)
     links = {(one, other): fast for one in range(4) for other in range(4) if one != other}
     if slow == "all of node 2":
         links |= {(3, other): late for other in range(3)}
@@ -158,7 +158,7 @@ def test_one_slow_link(slow: Any) -> None:
         assert "from node1 to node0: 800 Mbit/s" in named(rules.links(links, hosts), "slow link").found
     else:
         assert not list(rules.links(links, hosts))
-    everywhere = dict.fromkeys(links, Link(1e-4, 8e-8))
+    everywhere = dict.fromkeys(links, NetworkLink(1e-4, 8e-8))
     assert "100 Mbit/s" in named(rules.links(everywhere, hosts), "slow network").found
 
 
@@ -171,9 +171,9 @@ def test_thread_level(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named(rules.mpi(ranks), "thread level").found == "MPI gives rank 1 on node2 FUNNELED"
 
 
-def places(tmp_path: Path, **changes: Any) -> Places:
+def places(tmp_path: Path, **changes: Any) -> HostSources:
     """A host with files of our own."""
-    return Places(tmp_path / "proc", tmp_path / "sys", tmp_path / "shm", environ={}, **changes)
+    return HostSources(tmp_path / "proc", tmp_path / "sys", tmp_path / "shm", environ={}, **changes)
 
 
 def test_tiny_shared_memory_folder(tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_a_step_on_hosts_of_one_rank(
     profile, lg = made_up(parameters, seconds, [0, 1], None), round(math.log2(size))
     header = 8 * (len(profile.layout) + 16)  # what Bucket tells: a butterfly
     rabenseifner = 2 * lg * latency + 2 * (size - 1) / size * 4 * parameters * per_byte
-    found = step(profile, size, 1, Link(latency, per_byte))
+    found = step(profile, size, 1, NetworkLink(latency, per_byte))
     small = lg * (latency + header * per_byte)
     assert found.exchange == pytest.approx(rabenseifner + small, rel=1e-6)
     assert found.seconds == pytest.approx(seconds + found.exchange)
@@ -437,7 +437,7 @@ def test_the_numbers_of_ranks_in_the_table() -> None:
 def test_which_link_a_prediction_assumes() -> None:
     measured = {"copy": 1e-10, "meeting": 1e-5, "link": {"latency": 1e-4, "seconds_per_byte": 1e-8}}
     two = made_up(10**6, 0.1, [0, 1], measured)
-    given_link, seen = Link(1e-5, 1e-9), Link(1e-6, 1e-10)
+    given_link, seen = NetworkLink(1e-5, 1e-9), NetworkLink(1e-6, 1e-10)
     assert predict(two, None, None, seen).link == two.link
     found = predict(two, 0.2, given_link, seen)
     assert found.link == given_link and found.measured == 0.2
@@ -459,7 +459,7 @@ def test_which_link_a_prediction_assumes() -> None:
 @settings(max_examples=20)
 def test_the_link_is_the_one_that_an_exchange_has_had(per_byte: float, nodes: list[int]) -> None:
     said = {"copy": 1e-10, "meeting": 1e-5, "link": {"latency": 1e-4, "seconds_per_byte": 1.0}}
-    real = Link(1e-4, per_byte)
+    real = NetworkLink(1e-4, per_byte)
     took = step(made_up(10**6, 0.0, nodes, said), len(nodes), len(nodes) // len(set(nodes)), real).exchange
     found = made_up(4 * 10**6, 0.1, nodes, {**said, "smaller": 10**6, "smaller_seconds": took}).link
     assert found is not None and found.seconds_per_byte == pytest.approx(per_byte, rel=1e-6)

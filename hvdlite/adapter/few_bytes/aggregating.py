@@ -1,4 +1,4 @@
-"""`Aggregating`: an aggregator that combines the gradients of one optimizer, in the memory that all optimizers share.
+"""`OptimizerAggregator`: an aggregator that combines the gradients of one optimizer, in the memory that all optimizers share.
 
 A rank that has joined makes memory for the gradients of the others when they need it, and takes part with its own aggregator,
 so that the aggregators of all ranks go on alike. So the ranks number their aggregators when they are made::
@@ -22,7 +22,7 @@ from hvdlite.gradients.shared_reducers import Layout
 from hvdlite.protocols import TensorInfo
 
 
-class Aggregating:
+class OptimizerAggregator:
     """The aggregator of one optimizer on one rank.
 
     Args:

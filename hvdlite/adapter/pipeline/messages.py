@@ -30,7 +30,7 @@ class Packed(NamedTuple):
     arrays: Sequence[Array]
 
 
-class Codec(Protocol):
+class ValueCodec(Protocol):
     """Converts the values of a framework."""
 
     def pack(self, values: Any) -> Packed:
@@ -68,7 +68,7 @@ class Messages:
         codec: Converts values.
     """
 
-    def __init__(self, communicator: Communicator, codec: Codec) -> None:
+    def __init__(self, communicator: Communicator, codec: ValueCodec) -> None:
         self._communicator, self._codec = communicator, codec
         self._sent: list[Request] = []
         self._own: dict[int, deque[tuple[Array, bytes, list[Array]]]] = {}

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.adapter.agreement import together
-from hvdlite.adapter.pipeline.messages import Codec, Messages, Received
+from hvdlite.adapter.pipeline.messages import Messages, Received, ValueCodec
 from hvdlite.adapter.pipeline.schedules import Pass, Schedule, forward_only
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, ranks_text
@@ -61,7 +61,7 @@ class Relay:
         places: int,
         schedule: Schedule,
         per_rank: int,
-        codec: Codec,
+        codec: ValueCodec,
         kind: str = "pipeline",
     ) -> None:
         ranks = list(process_set.members)

@@ -1,4 +1,4 @@
-"""`Stages`: a model whose layers are on different ranks. What looks across its parameters asks the other ranks by it."""
+"""`StageRanks`: a model whose layers are on different ranks. What looks across its parameters asks the other ranks by it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdlite.ranks.process_set import ProcessSet
 _numbers = itertools.count()
 
 
-class Stages:
+class StageRanks:
     """The ranks that have the layers of one model.
 
     Args:

@@ -13,7 +13,7 @@ from hvdlite.async_sgd.training.replica import Replica
 from hvdlite.errors import ArgumentError
 from hvdlite.launcher_link.whole_file import write_whole
 from hvdlite.ranks.process_set import ProcessSet
-from hvdlite.watchdog.departures import Losses, Wish
+from hvdlite.watchdog.departures import LostRanks, Wish
 
 
 def check_failures(
@@ -92,7 +92,7 @@ class Failing:
         checkpoint: Path | None,
         replica: Replica[Any],
         ranks: Sequence[int],
-        losses: Losses,
+        losses: LostRanks,
         lose: Callable[[int], None] | None,
         trains: bool,
         lock: threading.Lock,

@@ -7,7 +7,7 @@ from typing import Generic
 
 import numpy as np
 
-from hvdlite.async_sgd.deal import Layout
+from hvdlite.async_sgd.deal import ServerLayout
 from hvdlite.async_sgd.early import EarlyChunks
 from hvdlite.async_sgd.rows import Rows, add_rows
 from hvdlite.async_sgd.training.replica import Gradient, Replica
@@ -36,7 +36,7 @@ class LocalGradients(Generic[Gradient]):
     def __init__(
         self,
         replica: Replica[Gradient],
-        layouts: Sequence[Layout],
+        layouts: Sequence[ServerLayout],
         memory: Sequence[Array],
         rank: int,
         early: EarlyChunks,
@@ -117,7 +117,7 @@ def check_finite(replica: Replica[Gradient], given: Mapping[int, Gradient | Rows
             )
 
 
-def slices(data: Array, layout: Layout, sizes: Sequence[int]) -> dict[int, Array]:
+def slices(data: Array, layout: ServerLayout, sizes: Sequence[int]) -> dict[int, Array]:
     """Return the bytes of each tensor of a layout in a message, by the tensors' numbers.
 
     Args:

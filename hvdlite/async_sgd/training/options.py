@@ -18,7 +18,7 @@ Servers = int | Literal["sharded"]
 
 
 @dataclass(frozen=True)
-class Options:
+class AsyncOptions:
     """The arguments.
 
     Attributes:
@@ -81,7 +81,7 @@ def make_options(
     checkpoint: str | os.PathLike[str] | None = None,
     on_nan: str = "raise",
     overlap_pull: bool = False,
-) -> Options:
+) -> AsyncOptions:
     """Check the arguments and return them.
 
     Args:
@@ -152,7 +152,7 @@ def make_options(
         ):
             if value != expected:
                 raise ArgumentError(f"hogwild=True with {name}={value!r}: {reason}. Leave out one of the two.")
-        return Options(
+        return AsyncOptions(
             *(Mode.ASYNC, None, everybody[:1], everybody, 1, process_set, NO_COMPENSATION, False, True),
             refuses_nan=refuses_nan,
         )
@@ -170,7 +170,7 @@ def make_options(
             "training. Let some ranks only serve: hvdliterun --servers 1, or servers=1."
         )
     holders, workers = (everybody, everybody) if servers == "sharded" else (everybody[-servers:], everybody[:-servers])
-    return Options(
+    return AsyncOptions(
         Mode(mode),
         staleness,
         holders,

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hvdlite.async_sgd.deal import Layout
+from hvdlite.async_sgd.deal import ServerLayout
 from hvdlite.async_sgd.training.gradients import slices
 from hvdlite.async_sgd.training.replica import Replica
 from hvdlite.protocols import Array
@@ -85,7 +85,7 @@ class Values:
         lock: Held while the replica gets all values, for those who read them then.
     """
 
-    def __init__(self, replica: Replica[Any], layouts: Sequence[Layout], memory: Sequence[Array]) -> None:
+    def __init__(self, replica: Replica[Any], layouts: Sequence[ServerLayout], memory: Sequence[Array]) -> None:
         self._replica = replica
         self.lock = threading.Lock()
         self._values: dict[int, Array] = {}

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from hvdlite.async_sgd.compensation import DelayCompensation
-from hvdlite.async_sgd.deal import Layout
-from hvdlite.async_sgd.part import Part
+from hvdlite.async_sgd.deal import ServerLayout
+from hvdlite.async_sgd.part import ServerPart
 from hvdlite.async_sgd.rows import Rows
 from hvdlite.protocols import Array
 
 Gradient = TypeVar("Gradient", contravariant=True)
 
 
-class StatefulPart(Part, Protocol):
+class StatefulPart(ServerPart, Protocol):
     """A part of the parameters, and the optimizer's state for it."""
 
     def state(self) -> Any:
@@ -51,7 +51,7 @@ class Replica(Protocol[Gradient]):
         """How a program clips gradients, for error texts."""
         ...
 
-    def part(self, layout: Layout, compensation: DelayCompensation) -> StatefulPart:
+    def part(self, layout: ServerLayout, compensation: DelayCompensation) -> StatefulPart:
         """Make the part of a server, with the present values, settings and state of the program's optimizer.
 
         Args:

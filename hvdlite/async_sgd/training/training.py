@@ -14,12 +14,12 @@ from hvdlite.async_sgd.deal import deal
 from hvdlite.async_sgd.early import EarlyChunks
 from hvdlite.async_sgd.messages import Purpose, receive_object, send_object
 from hvdlite.async_sgd.rows import Rows
-from hvdlite.async_sgd.server import Mode, Server
-from hvdlite.async_sgd.service import Service
+from hvdlite.async_sgd.server import Mode, ParameterServer
+from hvdlite.async_sgd.service import ParameterService
 from hvdlite.async_sgd.training import unfinished
 from hvdlite.async_sgd.training.failures import Failing
 from hvdlite.async_sgd.training.gradients import LocalGradients
-from hvdlite.async_sgd.training.options import Options
+from hvdlite.async_sgd.training.options import AsyncOptions
 from hvdlite.async_sgd.training.pull import Values
 from hvdlite.async_sgd.training.replica import Gradient, Replica, StatefulPart
 from hvdlite.async_sgd.worker import Worker
@@ -51,7 +51,7 @@ class AsyncTraining(Generic[Gradient]):
         values: What was pulled, and what is under way.
     """
 
-    def __init__(self, replica: Replica[Gradient], options: Options) -> None:
+    def __init__(self, replica: Replica[Gradient], options: AsyncOptions) -> None:
         self.options, self._replica, self._world = options, replica, world()
         ranks = self._world.ranks(options.process_set)
         self._group = self._world.communicators.new(ranks, "a parameter server")
@@ -60,15 +60,15 @@ class AsyncTraining(Generic[Gradient]):
         self._layouts = deal(replica.sizes, options.servers)
         self.overlaps = self._group.begins_at_once if options.overlap is None else options.overlap
         self._part: StatefulPart | None = None
-        self._service: Service | None = None
+        self._service: ParameterService | None = None
         for layout in self._layouts:
             if layout.server == me:
                 part = self._part = replica.part(layout, options.compensation)
                 others = set(range(len(ranks))).difference(options.workers)
                 rules = options.mode, options.staleness, ranks, options.compensation
-                server = Server(part, layout, options.workers, others, *rules)
+                server = ParameterServer(part, layout, options.workers, others, *rules)
                 keeps = options.mode is Mode.SYNC or self.overlaps
-                self._service = Service(channel, server, layout, options.workers, keeps, options.overlap_pull)
+                self._service = ParameterService(channel, server, layout, options.workers, keeps, options.overlap_pull)
         self.worker = Worker(channel, self._group.isend, self._layouts, ranks, options.overlap_pull)
         self.values = Values(replica, self._layouts, self.worker.values)
         early = self.early = EarlyChunks(self.worker, self._layouts)

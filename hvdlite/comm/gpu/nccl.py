@@ -45,7 +45,7 @@ _WHEELS = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _NAMES = ("libnccl.so", "librccl.so")
 
 
-class Communicator(Protocol):
+class DeviceCommunicator(Protocol):
     """The communicator of one rank in a group. Counts are in elements. A call puts work on a stream and returns."""
 
     def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None: ...
@@ -98,7 +98,7 @@ class Library(Protocol):
         """Return a new id, by which the ranks of a new group find each other. This needs no GPU."""
         ...
 
-    def connect(self, unique_id: bytes, size: int, rank: int) -> Communicator:
+    def connect(self, unique_id: bytes, size: int, rank: int) -> DeviceCommunicator:
         """Make this rank's communicator, on the GPU that is current in this thread. This waits for the other ranks."""
         ...
 
@@ -215,7 +215,7 @@ class Nccl:
 
 
 class NcclCommunicator:
-    """A `Communicator` of `Nccl`.
+    """A `DeviceCommunicator` of `Nccl`.
 
     Args:
         library: The library that made the communicator.

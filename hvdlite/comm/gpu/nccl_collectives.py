@@ -9,7 +9,7 @@ from typing import Any
 from hvdlite.algorithms.slices import slices
 from hvdlite.comm.gpu.abandonable import AbandonableCall
 from hvdlite.comm.gpu.collectives import DeviceCollectives, on_device
-from hvdlite.comm.gpu.nccl import DTYPES, OPS, Communicator
+from hvdlite.comm.gpu.nccl import DTYPES, OPS, DeviceCommunicator
 from hvdlite.errors import NcclError
 from hvdlite.protocols import Device, ReduceOp, Stream
 
@@ -26,13 +26,13 @@ class NcclCollectives(DeviceCollectives):
         version: The version of NCCL as its number, such as 22809 for 2.28.9.
     """
 
-    def __init__(self, device: Device, rank: int, size: int, communicator: Communicator, version: int) -> None:
+    def __init__(self, device: Device, rank: int, size: int, communicator: DeviceCommunicator, version: int) -> None:
         super().__init__(device, rank, size)
         self._communicator = communicator
         self.nccl_version = version
 
     @contextlib.contextmanager
-    def _launch(self, operation: str) -> Iterator[Communicator]:
+    def _launch(self, operation: str) -> Iterator[DeviceCommunicator]:
         self.check()
         self.launched += 1
         try:

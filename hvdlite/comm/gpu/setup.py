@@ -21,7 +21,7 @@ import numpy as np
 from hvdlite.algorithms.gather_bytes import allgather_bytes
 from hvdlite.comm.gpu.abandonable import AbandonableCall
 from hvdlite.comm.gpu.collectives import DeviceCollectives, on_device
-from hvdlite.comm.gpu.nccl import DTYPES, OPS, Communicator, Library, in_words, wheel
+from hvdlite.comm.gpu.nccl import DTYPES, OPS, DeviceCommunicator, Library, in_words, wheel
 from hvdlite.comm.gpu.nccl_collectives import NcclCollectives
 from hvdlite.comm.gpu.staged import StagedCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
@@ -204,9 +204,9 @@ def _gather(host: HierarchicalCollectives, value: T) -> list[T]:
 
 def _start(
     host: HierarchicalCollectives, device: Device, library: Library, unique_id: bytes, limit: float
-) -> Communicator:
+) -> DeviceCommunicator:
     """Start NCCL and make a first sum, so that every problem shows here and on all ranks."""
-    made: list[Communicator] = []
+    made: list[DeviceCommunicator] = []
 
     def start() -> None:
         stream = device.side()

@@ -19,7 +19,7 @@ from hvdlite.comm.mpi.collectives import MpiCollectives
 from hvdlite.comm.mpi.errors import maps_errors
 from hvdlite.comm.mpi.transport import MpiTransport
 from hvdlite.comm.sockets.collectives import MOST_RANKS, SocketCollectives
-from hvdlite.comm.sockets.endpoint import Endpoint
+from hvdlite.comm.sockets.endpoint import SocketEndpoint
 from hvdlite.comm.sockets.meeting import start
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
@@ -87,7 +87,7 @@ _NETWORKS = "OMPI_MCA_btl_tcp_if_include"
 
 def make_collectives(
     transport: MpiTransport, config: Config, interrupt: Interrupt | None
-) -> tuple[MakeCollectives, Endpoint | None]:
+) -> tuple[MakeCollectives, SocketEndpoint | None]:
     """Return how collectives by messages are made in this job, and what they need on this rank. All ranks call this.
 
     Args:

@@ -23,7 +23,7 @@ _JOIN_SECONDS = 1.0
 """How long `close` waits for the background thread, which is about to end."""
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One collective.
 
     Attributes:
@@ -47,13 +47,13 @@ class Pending:
         call: The call.
         done: Whether the call is over.
         error: The error by which it has failed; None if it has not.
-        result: What `Call.run` has returned.
+        result: What `CollectiveCall.run` has returned.
         then: What to do when it is over.
     """
 
     __slots__ = ("call", "done", "error", "result", "then")
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: CollectiveCall) -> None:
         self.call = call
         self.done = False
         self.error: BaseException | None = None
@@ -73,8 +73,8 @@ class Calls:
 
     def __init__(
         self,
-        run: Callable[[Call, bool], Any],
-        guard: Callable[[Call], AbstractContextManager[None]],
+        run: Callable[[CollectiveCall, bool], Any],
+        guard: Callable[[CollectiveCall], AbstractContextManager[None]],
         begins_at_once: bool,
         prepare_thread: Callable[[], None],
     ) -> None:
@@ -91,7 +91,7 @@ class Calls:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, call: Call, background: bool = True) -> Pending:
+    def submit(self, call: CollectiveCall, background: bool = True) -> Pending:
         """Append a call.
 
         Args:

@@ -15,16 +15,16 @@ from hvdlite.algorithms.gather_bytes import allgather_text
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.comm.host import PATIENT
-from hvdlite.comm.ordered.calls import Call, Calls, Pending
+from hvdlite.comm.ordered.calls import Calls, CollectiveCall, Pending
 from hvdlite.comm.ordered.channel import WatchedChannel
 from hvdlite.comm.ordered.comparison import Comparison
-from hvdlite.comm.ordered.messages import Progress
+from hvdlite.comm.ordered.messages import ProgressThread
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError, MismatchError, ranks_text
 from hvdlite.protocols import ANY, Array, Channel, ReduceOp, Request, Transport
 from hvdlite.ranks.topology import Members, has_free_core
 from hvdlite.timeline import Row, Timeline
-from hvdlite.watchdog.watchdog import Guard, Watchdog
+from hvdlite.watchdog.watchdog import WaitGuard, Watchdog
 
 _NO_NUMBER = -(2**62)
 _FINISH_SECONDS = 1.0
@@ -53,7 +53,7 @@ class Communicators:
     config: Config
     watch: Watchdog
     timeline: Timeline
-    progress: Progress = field(default_factory=Progress)
+    progress: ProgressThread = field(default_factory=ProgressThread)
     kinds: set[str] = field(default_factory=set)
     open: list[Communicator] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -134,9 +134,11 @@ class Communicator:
 
     def meet(self) -> None:
         """Wait until all ranks have made this communicator, under the same name."""
-        self._calls.wait(self._calls.submit(Call(f"the making of {self._name}", lambda _: None), background=False))
+        self._calls.wait(
+            self._calls.submit(CollectiveCall(f"the making of {self._name}", lambda _: None), background=False)
+        )
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: CollectiveCall) -> Any:
         """Run a call after those that were submitted before, and return its result.
 
         Raises:
@@ -145,7 +147,7 @@ class Communicator:
         """
         return self._calls.wait(self.submit(call, background=False))
 
-    def submit(self, call: Call, background: bool = True) -> Pending:
+    def submit(self, call: CollectiveCall, background: bool = True) -> Pending:
         """Submit a call, and go on. The errors are those of `run`; `wait` raises those that come later.
 
         Args:
@@ -208,13 +210,13 @@ class Communicator:
         if idle:
             self._collectives.close()
 
-    def _guard(self, call: Call, runs: bool = False) -> Guard:
+    def _guard(self, call: CollectiveCall, runs: bool = False) -> WaitGuard:
         def what() -> str:
             return call.text if self._name in call.text else f"{call.text} of {self._name}"
 
         return self._shared.watch.guarded(what, self.members, runs, self._number, self._link, self._limit)
 
-    def _run(self, call: Call, in_background: bool) -> Any:
+    def _run(self, call: CollectiveCall, in_background: bool) -> Any:
         collectives = self._collectives
         naps = collectives.host.patiently(PATIENT) if in_background else nullcontext()
         span = self._shared.timeline.span(Row.EXCHANGE, call.kind.upper(), call.text, group=self._name)
@@ -223,7 +225,7 @@ class Communicator:
                 raise self._mismatch(call)
             return call.run(collectives)
 
-    def _mismatch(self, call: Call) -> MismatchError:
+    def _mismatch(self, call: CollectiveCall) -> MismatchError:
         texts = allgather_text(self._collectives, call.text)
         called = "\n".join(f"  rank {rank}: {text}" for rank, text in zip(self.members.ranks, texts, strict=True))
         return MismatchError(

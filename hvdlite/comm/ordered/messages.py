@@ -10,11 +10,11 @@ from hvdlite.protocols import Request
 _DOZE_SECONDS = 0.05
 
 
-class Progress:
+class ProgressThread:
     """The thread of a rank that tests the messages which nobody waits for."""
 
     def __init__(self) -> None:
-        self._under_way: set[Message] = set()
+        self._under_way: set[BackgroundRequest] = set()
         self._background = Background(lambda: not self._under_way, self._drive, "hvdlite-messages", _DOZE_SECONDS)
 
     def begin(self, request: Request) -> Request:
@@ -26,7 +26,7 @@ class Progress:
         Args:
             request: A message that was begun.
         """
-        message = Message(request)
+        message = BackgroundRequest(request)
         if not message.go_on():
             self._under_way.add(message)
             self._background.wake()
@@ -43,8 +43,8 @@ class Progress:
         return bool(over)
 
 
-class Message:
-    """A `Request` that two threads may test: the program's, and that of `Progress`."""
+class BackgroundRequest:
+    """A `Request` that two threads may test: the program's, and that of `ProgressThread`."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

@@ -9,8 +9,8 @@ import numpy as np
 
 from hvdlite.algorithms.slices import slices, split
 from hvdlite.comm.interrupt import Interrupt
-from hvdlite.comm.sockets.endpoint import Endpoint
-from hvdlite.comm.sockets.links import Links
+from hvdlite.comm.sockets.endpoint import SocketEndpoint
+from hvdlite.comm.sockets.links import RankConnections
 from hvdlite.comm.sockets.meeting import meet
 from hvdlite.errors import CommunicationError, HvdliteError
 from hvdlite.protocols import Array, Collectives, ReduceOp, numpy_combine
@@ -48,7 +48,7 @@ class SocketCollectives:
     def __init__(
         self,
         flat: Collectives,
-        endpoint: Endpoint,
+        endpoint: SocketEndpoint,
         required: bool = False,
         interrupt: Interrupt | None = None,
         large_bytes: int | None = None,
@@ -56,7 +56,7 @@ class SocketCollectives:
         self._flat, self._endpoint, self._required, self._interrupt = flat, endpoint, required, interrupt
         self._large_bytes = LARGE_BYTES if large_bytes is None else large_bytes
         self.rank, self.size = flat.rank, flat.size
-        self._links: Links | None = None
+        self._links: RankConnections | None = None
         self._does_without = False
         self._stopped: HvdliteError | None = None
         ranks = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -66,7 +66,7 @@ class SocketCollectives:
 
     # ---- the choice ----
 
-    def _for(self, nbytes: int) -> Links | None:
+    def _for(self, nbytes: int) -> RankConnections | None:
         """Return the connections for an exchange of so many bytes, the same on all ranks; None if it does without them."""
         if nbytes < self._large_bytes or self._does_without:
             return None
@@ -78,7 +78,7 @@ class SocketCollectives:
         self._check()
         found = meet(self._flat, self._endpoint, self._check)
         if not isinstance(found, str):
-            self._links = Links(found, self._check)
+            self._links = RankConnections(found, self._check)
             if self._stopped is not None:
                 self._links.stop(self._stopped)
             return
@@ -206,12 +206,12 @@ class SocketCollectives:
         for rank in self._to:
             send(rank, own)
 
-    def _take(self, links: Links, parts: Sequence[Array]) -> None:
+    def _take(self, links: RankConnections, parts: Sequence[Array]) -> None:
         """Receive a slice of each other rank."""
         for rank in self._from:
             links.receive_into(rank, parts[rank])
 
-    def _combine(self, links: Links, own: Array, op: ReduceOp) -> None:
+    def _combine(self, links: RankConnections, own: Array, op: ReduceOp) -> None:
         """Combine this rank's slice with what the others have of it."""
         combine = numpy_combine(op)
         for rank in self._from:

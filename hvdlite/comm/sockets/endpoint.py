@@ -1,4 +1,4 @@
-"""`Endpoint`: where the ranks of other hosts connect to this rank, and from where it connects to them."""
+"""`SocketEndpoint`: where the ranks of other hosts connect to this rank, and from where it connects to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from hvdlite.launcher_link.link import Address, connect
-from hvdlite.launcher_link.server import Connection, Server
+from hvdlite.launcher_link.server import ControlConnection, ControlServer
 from hvdlite.launcher_link.session import Message
 from hvdlite.ranks.network import nearest_first, own_addresses
 
@@ -50,7 +50,7 @@ class Card:
         return cls(**json.loads(data))
 
 
-class Endpoint:
+class SocketEndpoint:
     """One rank's end of its connections to the ranks of other hosts.
 
     A thread of it accepts connections. It sleeps in the kernel, and closes connections from outside of the job.
@@ -76,13 +76,13 @@ class Endpoint:
         self._arrived: dict[tuple[str, int], socket.socket] = {}
         self._news = threading.Condition()
         self._reached: dict[str, str] = {}  # by the name of an endpoint, the address at which this rank has found it
-        self._server: Server | None = None
+        self._server: ControlServer | None = None
         self._woken, self._wake = os.pipe()
         self._closed = False
         name = secrets.token_hex(8)
         try:
             found = own_addresses(only) if addresses is None else list(addresses)
-            self._server = Server("", ports, secret)
+            self._server = ControlServer("", ports, secret)
         except OSError as error:
             self.card = Card(name, [], 0, str(error))
             return
@@ -165,7 +165,7 @@ class Endpoint:
         os.close(self._woken)
         os.close(self._wake)
 
-    def _accept(self, server: Server) -> None:
+    def _accept(self, server: ControlServer) -> None:
         while not self._closed:
             messages, _ = server.poll(_LOOK_SECONDS)
             for connection, message in messages:
@@ -174,7 +174,7 @@ class Endpoint:
         server.close()
         self._close_pipe()
 
-    def _take(self, server: Server, connection: Connection, message: Message) -> None:
+    def _take(self, server: ControlServer, connection: ControlConnection, message: Message) -> None:
         fields = message.fields
         if message.kind != "pair" or fields["to"] != self.card.name:
             connection.refuse()

@@ -1,4 +1,4 @@
-"""`Links`: arrays over the connections of one group. A thread sends, while the thread that has called receives and sums."""
+"""`RankConnections`: arrays over the connections of one group. One thread sends, while the caller's receives and sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEAD = struct.Struct("<QQ")
 """Before each array: its number on this connection, and its bytes."""
 
 
-class Ended(Exception):
+class ConnectionEnded(Exception):
     """The connection to a rank has ended."""
 
 
@@ -51,10 +51,10 @@ class Sending:
 
 Item = tuple[Sending, int, "Array | None"]
 Body = Callable[[Callable[[int, Array], None]], None]
-"""What sends arrays by its argument, ``send(rank, data)``, and receives others by `Links`."""
+"""What sends arrays by its argument, ``send(rank, data)``, and receives others by `RankConnections`."""
 
 
-class Links:
+class RankConnections:
     """The connections of one rank to the others of a group. One thread at a time uses them, all ranks in the same order.
 
     Args:
@@ -91,9 +91,9 @@ class Links:
             sending.end()
             sending.over.wait()
             if sending.problem is not None:
-                raise Ended(sending.problem)
+                raise ConnectionEnded(sending.problem)
         except BaseException as error:
-            if isinstance(error, Ended):
+            if isinstance(error, ConnectionEnded):
                 _shut_down(self._streams)
             else:
                 self.stop(
@@ -101,7 +101,7 @@ class Links:
                 )
             sending.end()
             sending.over.wait()
-            if not isinstance(error, Ended):
+            if not isinstance(error, ConnectionEnded):
                 raise
             self._wait_for_reason(str(error))
 
@@ -152,9 +152,9 @@ class Links:
             try:
                 more = stream.recv_into(into[got:], 0, socket.MSG_WAITALL)
             except OSError as error:
-                raise Ended(_text(self._names[rank], error)) from error
+                raise ConnectionEnded(_text(self._names[rank], error)) from error
             if not more:
-                raise Ended(_text(self._names[rank], None))
+                raise ConnectionEnded(_text(self._names[rank], None))
             got += more
 
     def stop(self, error: HvdliteError) -> None:
@@ -178,7 +178,7 @@ def _text(name: str, error: Exception | None) -> str:
 
 
 def _send_all(queue: SimpleQueue[Item | None], streams: Mapping[int, socket.socket], names: Mapping[int, str]) -> None:
-    """Send what is in the queue until a None comes. The thread of `Links` runs this; it does not keep that alive."""
+    """Send what is in the queue until a None comes. The thread of `RankConnections` runs this; it does not keep that alive."""
     sent = dict.fromkeys(streams, 0)
     while (item := queue.get()) is not None:
         sending, rank, data = item

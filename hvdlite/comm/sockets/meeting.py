@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hvdlite.algorithms.gather_bytes import allgather_text
-from hvdlite.comm.sockets.endpoint import Card, Endpoint
+from hvdlite.comm.sockets.endpoint import Card, SocketEndpoint
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError
 from hvdlite.launcher_link.link import Address
@@ -22,7 +22,7 @@ _SECONDS = 15.0
 """How long the ranks of a group try to connect."""
 
 
-def start(flat: Collectives, config: Config, only: Sequence[str] = ()) -> Endpoint | None:
+def start(flat: Collectives, config: Config, only: Sequence[str] = ()) -> SocketEndpoint | None:
     """Return this rank's endpoint; on all ranks None if MPI carries everything. All ranks of the job call this.
 
     Args:
@@ -45,10 +45,10 @@ def start(flat: Collectives, config: Config, only: Sequence[str] = ()) -> Endpoi
         return None
     known = Address.parse(config.control).secret if config.control else ""
     secret = hmac.digest(known.encode(), said[0]["key"].encode(), "sha256").hex()  # another one in each generation
-    return Endpoint(secret, config.port_range, only)
+    return SocketEndpoint(secret, config.port_range, only)
 
 
-def meet(flat: Collectives, endpoint: Endpoint, check: Callable[[], object]) -> dict[int, socket.socket] | str:
+def meet(flat: Collectives, endpoint: SocketEndpoint, check: Callable[[], object]) -> dict[int, socket.socket] | str:
     """Connect each two ranks of a group. All of its ranks call this together.
 
     The higher rank of each two dials the other. The connections get a name by a number that the first rank has drawn, so

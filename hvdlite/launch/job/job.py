@@ -35,7 +35,7 @@ from hvdlite.launch.job.ranks import Ranks
 from hvdlite.launch.job.reports import Reports
 from hvdlite.launcher_link.generation import Generation
 from hvdlite.launcher_link.link import SILENT_SECONDS
-from hvdlite.launcher_link.server import STRANGERS, Server
+from hvdlite.launcher_link.server import STRANGERS, ControlServer
 from hvdlite.launcher_link.session import ProtocolError
 
 _POLL_SECONDS = 0.1
@@ -139,7 +139,7 @@ class Job:
             1 if self._spec.look is None else 2
         )  # of the guards; and of ranks, for pulses
         _allow_files(connections + STRANGERS + _OWN_FILES)
-        self._server = Server(_checked_address(self._spec, self._output.say))
+        self._server = ControlServer(_checked_address(self._spec, self._output.say))
         try:
             with signals.handled_by(self._on_signal):
                 self._start()

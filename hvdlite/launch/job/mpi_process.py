@@ -18,7 +18,7 @@ from pathlib import Path
 from hvdlite.launch.job import failures
 from hvdlite.launch.job.output import Output
 from hvdlite.launch.job.ranks import Rank
-from hvdlite.launcher_link.server import Server
+from hvdlite.launcher_link.server import ControlServer
 
 _BANNER_SECONDS = 1.0  # how long the MPI launcher's own messages are held back
 _STRANGER = re.compile(rb"^\[[^\]\n]*:\d+\] PMIX ERROR: \S+ in file \S*/ptl_\S* at line \d+\n?", re.MULTILINE)
@@ -37,7 +37,7 @@ class MpiProcess:
     """
 
     def __init__(
-        self, words: Sequence[str], environ: Mapping[str, str], server: Server, output: Output, verbose: bool
+        self, words: Sequence[str], environ: Mapping[str, str], server: ControlServer, output: Output, verbose: bool
     ) -> None:
         self._server = server
         self._output = output

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.launch.job.pulses import Pulses
-from hvdlite.launcher_link.server import Connection
+from hvdlite.launcher_link.server import ControlConnection
 from hvdlite.launcher_link.session import ProtocolError
 
 STACK_SECONDS = 1.0
@@ -50,7 +50,7 @@ class Rank:
     """
 
     number: int
-    connection: Connection
+    connection: ControlConnection
     host: str
     pid: int
     guard: int
@@ -67,7 +67,7 @@ class Rank:
     stop_signal: int = signal.SIGSTOP
     stack_until: float | None = None
     stack: str | None = None
-    askers: list[Connection] = field(default_factory=list)
+    askers: list[ControlConnection] = field(default_factory=list)
     pulses: Pulses = field(default_factory=Pulses)
     unacknowledged: Counter[str] = field(default_factory=Counter)
 
@@ -111,7 +111,7 @@ class Ranks:
         self._known: dict[int, Rank] = {}
         self._grace: float | None = None
 
-    def add(self, connection: Connection, hello: dict[str, Any]) -> Rank:
+    def add(self, connection: ControlConnection, hello: dict[str, Any]) -> Rank:
         """Add the rank whose guard says hello over this connection. If the job is ending, tell the guard so.
 
         Raises:

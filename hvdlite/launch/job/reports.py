@@ -16,7 +16,7 @@ from hvdlite.launch.job.survival.survivors import Survivors
 from hvdlite.launch.job.survival.trainings import Trainings
 from hvdlite.launch.worker.rank_environment import THREADS_VARIABLE
 from hvdlite.launcher_link.link import SILENT_SECONDS
-from hvdlite.launcher_link.server import Connection
+from hvdlite.launcher_link.server import ControlConnection
 from hvdlite.launcher_link.session import Message
 
 
@@ -71,7 +71,7 @@ class Reports:
         self._verbose = verbose
         self._try_host = try_host
 
-    def take(self, connection: Connection, message: Message) -> None:
+    def take(self, connection: ControlConnection, message: Message) -> None:
         """Act on one message.
 
         Raises:
@@ -121,7 +121,7 @@ class Reports:
             case _ if connection.rank is not None:
                 self._on_rank(self._ranks[connection.rank], message)
 
-    def _on_hello(self, connection: Connection, message: Message) -> None:
+    def _on_hello(self, connection: ControlConnection, message: Message) -> None:
         rank = self._ranks.add(connection, message.fields)
         threads = message.fields["threads"]
         if self._verbose and threads is not None:

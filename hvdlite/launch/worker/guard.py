@@ -16,7 +16,7 @@ import signal
 import time
 from typing import Any
 
-from ...launcher_link.link import UNREACHABLE, Channel
+from ...launcher_link.link import UNREACHABLE, LauncherChannel
 from ...launcher_link.session import clip
 from . import orphans, shared_memory
 from .program import STACK_SIGNAL, without_own_frames
@@ -43,7 +43,7 @@ class Guard:
         finished: The program came to its end by itself.
     """
 
-    def __init__(self, connection: Channel, child: int, stdout: int, stderr: int, reports: int) -> None:
+    def __init__(self, connection: LauncherChannel, child: int, stdout: int, stderr: int, reports: int) -> None:
         self._connection = connection
         self._child = child
         self._pipes = {stdout: "stdout", stderr: "stderr", reports: "reports"}

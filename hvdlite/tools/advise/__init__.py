@@ -16,8 +16,17 @@ In the command:
 from __future__ import annotations
 
 from hvdlite.tools.advise.command import Advice, advise
-from hvdlite.tools.advise.link import Link, parse_link
-from hvdlite.tools.advise.model import Estimate, Model
-from hvdlite.tools.advise.strategies import Strategy, parse_strategy
+from hvdlite.tools.advise.link import NetworkLink, parse_link
+from hvdlite.tools.advise.model import CostModel, Estimate
+from hvdlite.tools.advise.strategies import TrainingStrategy, parse_strategy
 
-__all__ = ["Advice", "Estimate", "Link", "Model", "Strategy", "advise", "parse_link", "parse_strategy"]
+__all__ = [
+    "Advice",
+    "CostModel",
+    "Estimate",
+    "NetworkLink",
+    "TrainingStrategy",
+    "advise",
+    "parse_link",
+    "parse_strategy",
+]

@@ -16,9 +16,9 @@ from hvdlite.algorithms.cost import predict
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.protocols import Collectives, ReduceOp, TensorInfo
 from hvdlite.ranks.topology import has_free_core
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 from hvdlite.tools.advise.profile import Compressed
-from hvdlite.tools.advise.strategies import Strategy
+from hvdlite.tools.advise.strategies import TrainingStrategy
 from hvdlite.tools.advise.trial import AGGREGATORS, try_aggregator, try_halves, try_sharded, try_whole
 
 _SMALL, _LARGEST = 64, 2**26
@@ -33,12 +33,12 @@ class Measured(NamedTuple):
     compressed: dict[str, Compressed]
     copy: float
     meeting: float
-    link: Link | None
+    link: NetworkLink | None
     spare_core: bool
 
 
 def measure(
-    infos: Sequence[TensorInfo], strategies: Sequence[Strategy], collectives: HierarchicalCollectives
+    infos: Sequence[TensorInfo], strategies: Sequence[TrainingStrategy], collectives: HierarchicalCollectives
 ) -> Measured:
     """Measure on all ranks at once, so that ranks of one host take memory and cores from each other as in a step.
 
@@ -66,7 +66,7 @@ def measure(
     return Measured(tuple(collectives.host_of), found, copy, meeting, link, has_free_core(here))
 
 
-def measure_hosts(elements: int, collectives: HierarchicalCollectives) -> tuple[float, float, Link | None]:
+def measure_hosts(elements: int, collectives: HierarchicalCollectives) -> tuple[float, float, NetworkLink | None]:
     """Measure memory, meetings and the link, on all ranks at once.
 
     Args:
@@ -104,7 +104,7 @@ def slowest(everybody: Sequence[Measured]) -> Measured:
     )
 
 
-def measure_link(cross: Collectives, flows: int) -> Link:
+def measure_link(cross: Collectives, flows: int) -> NetworkLink:
     """Measure latency and bandwidth between hosts by sums of short and of long vectors. All ranks of all hosts call this.
 
     Args:
@@ -127,7 +127,7 @@ def measure_link(cross: Collectives, flows: int) -> Link:
     name = choose(cross.size, nbytes)
     steps = predict(name, cross.size, 0.0, latency, 0.0, 0.0)
     per_byte = predict(name, cross.size, nbytes, 0.0, 1.0, 0.0)
-    return Link(latency, max(float(seconds[0]) - steps, 1e-12) / per_byte / flows)
+    return NetworkLink(latency, max(float(seconds[0]) - steps, 1e-12) / per_byte / flows)
 
 
 def _seconds_to_copy(elements: int) -> float:

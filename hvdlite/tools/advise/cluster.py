@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hvdlite.tools.advise.exchanges import ExchangeCost
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Cluster:
 
     hosts: int
     per_host: int
-    link: Link | None
-    plain: Link | None
+    link: NetworkLink | None
+    plain: NetworkLink | None
     copy: float
     meeting: float
 

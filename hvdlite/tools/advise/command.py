@@ -13,11 +13,11 @@ from typing import Any
 
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.tools.advise import report
-from hvdlite.tools.advise.link import Link, parse_link
-from hvdlite.tools.advise.model import Estimate, Model
+from hvdlite.tools.advise.link import NetworkLink, parse_link
+from hvdlite.tools.advise.model import CostModel, Estimate
 from hvdlite.tools.advise.profile import Profile
 from hvdlite.tools.advise.recorder import MeasuringRequest
-from hvdlite.tools.advise.strategies import USUAL, Strategy, parse_strategy
+from hvdlite.tools.advise.strategies import USUAL, TrainingStrategy, parse_strategy
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Advice:
         estimates: One for each strategy.
     """
 
-    model: Model
+    model: CostModel
     estimates: tuple[Estimate, ...]
 
     @property
@@ -68,7 +68,7 @@ def advise(
     arguments: Sequence[str] = (),
     num_proc: int = 2,
     *,
-    link: str | Link | None = None,
+    link: str | NetworkLink | None = None,
     per_host: int | None = None,
     strategies: Sequence[str] = (),
     steps: int = 20,
@@ -105,7 +105,7 @@ def advise(
     asked = [parse_strategy(name) for name in strategies] or _usual(num_proc)
     given = parse_link(link) if isinstance(link, str) else link
     profile = measure(program, arguments, num_proc, asked, steps, warm_up, launch, environ)
-    model = Model(profile, given, per_host)
+    model = CostModel(profile, given, per_host)
     return Advice(model, tuple(model.estimate(strategy) for strategy in asked))
 
 
@@ -113,7 +113,7 @@ def measure(
     program: str | os.PathLike[str],
     arguments: Sequence[str],
     num_proc: int,
-    strategies: Sequence[Strategy],
+    strategies: Sequence[TrainingStrategy],
     steps: int,
     warm_up: int,
     launch: Sequence[str] = (),
@@ -149,7 +149,7 @@ def measure(
         return read(request, os.fspath(program))
 
 
-def _usual(ranks: int) -> list[Strategy]:
+def _usual(ranks: int) -> list[TrainingStrategy]:
     """Return the usual strategies, without those that need more ranks."""
     return [each for each in USUAL if each.about.number != 0 or each.number < ranks]
 

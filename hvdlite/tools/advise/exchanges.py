@@ -14,7 +14,7 @@ from hvdlite.comm.between_hosts import reduce_between_hosts
 from hvdlite.errors import HvdliteError
 from hvdlite.protocols import Array, ReduceOp
 from hvdlite.tensors.reduction import Reduction
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 
 KINDS = "allreduce", "reduce_scatter", "allgather", "alltoall"
 
@@ -30,7 +30,7 @@ class ExchangeCost(NamedTuple):
     kind: str
     nbytes: float
 
-    def seconds(self, hosts: int, link: Link) -> float:
+    def seconds(self, hosts: int, link: NetworkLink) -> float:
         """Return how long the operation takes on some hosts, if all of them begin at once."""
         alpha, beta, gamma = link.latency, link.seconds_per_byte, link.reduction
         if self.kind == "allreduce":

@@ -1,4 +1,4 @@
-"""`Link`: what a message between two hosts costs."""
+"""`NetworkLink`: what a message between two hosts costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """What a host pays for a message to another host. It sends and receives at the same time.
 
     Attributes:
@@ -40,7 +40,7 @@ class Link:
         return f"{rate / factor:.3g} {unit}, {1e3 * self.latency:.2g} ms"
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> NetworkLink:
     """Read a link from a text such as "100mbit", "25gbit,20us" or "12MB/s,1ms": its bandwidth, and its latency if it is known.
 
     Raises:
@@ -54,4 +54,4 @@ def parse_link(text: str) -> Link:
             'know it, such as "100mbit,0.5ms".'
         )
     latency = DEFAULT_LATENCY if found[3] is None else float(found[3]) * _TIMES[found[4]]
-    return Link(latency, 8 / (float(found[1]) * _RATES[found[2]]))
+    return NetworkLink(latency, 8 / (float(found[1]) * _RATES[found[2]]))

@@ -1,4 +1,4 @@
-"""`Model`: what each strategy would cost in a step, from what was measured of the program and of the link."""
+"""`CostModel`: what each strategy would cost in a step, from what was measured of the program and of the link."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hvdlite.tensors.reduction import nbytes_of
 from hvdlite.tools.advise import servers
 from hvdlite.tools.advise.cluster import Cluster
 from hvdlite.tools.advise.exchanges import ExchangeCost
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 from hvdlite.tools.advise.profile import WHOLE, Compressed, Profile
-from hvdlite.tools.advise.strategies import Strategy
+from hvdlite.tools.advise.strategies import TrainingStrategy
 
 _AVERAGE, _OUTER = 4, 6
 """How many copies of the parameters an average of them takes, and how many more a step of an outer optimizer with momentum."""
@@ -34,7 +34,7 @@ class Estimate:
         workers: The number of ranks that train.
     """
 
-    strategy: Strategy
+    strategy: TrainingStrategy
     seconds: float
     nbytes: float
     exchange: float
@@ -46,7 +46,7 @@ class Estimate:
         return self.workers / self.seconds
 
 
-class Model:
+class CostModel:
     """Predicts the cost of strategies.
 
     In memory, time is counted in copies of all gradients: on a host of r ranks, a rank copies the part of its gradients that
@@ -68,7 +68,7 @@ class Model:
         ArgumentError: There is one rank only, or the ranks cannot be dealt out to hosts like that.
     """
 
-    def __init__(self, profile: Profile, link: Link | None = None, per_host: int | None = None) -> None:
+    def __init__(self, profile: Profile, link: NetworkLink | None = None, per_host: int | None = None) -> None:
         ranks = profile.ranks
         if ranks < 2:
             raise ArgumentError("one rank has nobody to exchange gradients with: measure with two ranks or more.")
@@ -88,11 +88,11 @@ class Model:
         if known is not None and link is None and profile.strategy == WHOLE:
             self.cluster = replace(self.cluster, link=self._as_in_the_program(known))
 
-    def with_link(self, link: Link) -> Model:
+    def with_link(self, link: NetworkLink) -> CostModel:
         """Return the same model with another link between the hosts."""
-        return Model(self.profile, link, self.cluster.per_host)
+        return CostModel(self.profile, link, self.cluster.per_host)
 
-    def estimate(self, strategy: Strategy) -> Estimate:
+    def estimate(self, strategy: TrainingStrategy) -> Estimate:
         """Return what a strategy costs.
 
         Raises:
@@ -100,7 +100,7 @@ class Model:
         """
         return _KINDS[strategy.kind](self, strategy)
 
-    def _as_in_the_program(self, link: Link) -> Link:
+    def _as_in_the_program(self, link: NetworkLink) -> NetworkLink:
         """Return the link with the bandwidth that the program's own exchanges had, if that is less than in the measurement."""
 
         def predicted(seconds_per_byte: float) -> float:
@@ -128,7 +128,7 @@ class Model:
 
     def _together(
         self,
-        strategy: Strategy,
+        strategy: TrainingStrategy,
         local: float,
         exchanges: Iterable[ExchangeCost],
         update: float | None = None,
@@ -151,7 +151,7 @@ class Model:
 
     # The strategies
 
-    def _gradients(self, strategy: Strategy) -> Estimate:
+    def _gradients(self, strategy: TrainingStrategy) -> Estimate:
         return self._together(strategy, self._whole_local(), self._whole_exchanges())
 
     def _whole_local(self) -> float:
@@ -163,14 +163,14 @@ class Model:
     def _whole_exchanges(self) -> list[ExchangeCost]:
         return [self._header(), *self._tried("gradients").exchanges]
 
-    def _sharded(self, strategy: Strategy) -> Estimate:
+    def _sharded(self, strategy: TrainingStrategy) -> Estimate:
         others = self.cluster.others
         copies = 2 * others if self.cluster.link is None else 2 + others
         local = self._copies(copies) + self.cluster.meetings(3)
         update = self.profile.update / self.profile.ranks
         return self._together(strategy, local, [self._header(), *self._tried("sharded").exchanges], update)
 
-    def _overlapped(self, strategy: Strategy) -> Estimate:
+    def _overlapped(self, strategy: TrainingStrategy) -> Estimate:
         """Buckets travel one after the other, each when the backward pass has its gradients; the last one in the step."""
         profile, cluster, plain = self.profile, self.cluster, self._gradients(strategy)
         sizes = [nbytes_of(info) for info in profile.layout]
@@ -192,25 +192,25 @@ class Model:
         seconds = profile.compute_together + self._copies(2) + max(0.0, over) + profile.update
         return Estimate(strategy, seconds, sent, max(0.0, over), profile.ranks)
 
-    def _compressed(self, strategy: Strategy) -> Estimate:
+    def _compressed(self, strategy: TrainingStrategy) -> Estimate:
         tried = self._tried(str(strategy))
         inside = sum(one.nbytes for one in tried.exchanges)
         local = tried.seconds + self._copies(1) + self._copies(3 * self.cluster.others, inside)
         return self._together(strategy, local + self.cluster.meetings(2), [self._header(), *tried.exchanges])
 
-    def _halves(self, strategy: Strategy) -> Estimate:
+    def _halves(self, strategy: TrainingStrategy) -> Estimate:
         tried = self._tried("fp16")
         local = tried.seconds + self._copies(3 * self.cluster.others / 2) + self.cluster.meetings(2)
         return self._together(strategy, local, [self._header(), *tried.exchanges])
 
-    def _local_steps(self, strategy: Strategy) -> Estimate:
+    def _local_steps(self, strategy: TrainingStrategy) -> Estimate:
         said = [ExchangeCost("allreduce", 0.0)] * 2  # of a named operation: that this rank is ready, and that all are
         mean = [*said, ExchangeCost("allreduce", 5 * 8), *said, ExchangeCost("allreduce", self.profile.nbytes)]
         copies = _AVERAGE + 3 * self.cluster.others + (_OUTER if strategy.kind == "diloco" else 0)
         local = self._copies(copies) + self.cluster.meetings(4)
         return self._together(strategy, local, mean, every=int(strategy.number))
 
-    def _server(self, strategy: Strategy) -> Estimate:
+    def _server(self, strategy: TrainingStrategy) -> Estimate:
         count = int(strategy.number)
         if count >= self.profile.ranks:
             raise ArgumentError(
@@ -219,18 +219,18 @@ class Model:
         return Estimate(strategy, *servers.cost(self.profile, self.cluster, strategy.kind == "sync", count))
 
 
-_KINDS: Mapping[str, Callable[[Model, Strategy], Estimate]] = MappingProxyType(
+_KINDS: Mapping[str, Callable[[CostModel, TrainingStrategy], Estimate]] = MappingProxyType(
     {
-        "gradients": Model._gradients,
-        "sharded": Model._sharded,
-        "overlapped": Model._overlapped,
-        "fp16": Model._halves,
-        "powersgd": Model._compressed,
-        "topk": Model._compressed,
-        "localsgd": Model._local_steps,
-        "diloco": Model._local_steps,
-        "sync": Model._server,
-        "async": Model._server,
+        "gradients": CostModel._gradients,
+        "sharded": CostModel._sharded,
+        "overlapped": CostModel._overlapped,
+        "fp16": CostModel._halves,
+        "powersgd": CostModel._compressed,
+        "topk": CostModel._compressed,
+        "localsgd": CostModel._local_steps,
+        "diloco": CostModel._local_steps,
+        "sync": CostModel._server,
+        "async": CostModel._server,
     }
 )
 """How a strategy of each kind is estimated."""

@@ -9,16 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdlite.errors import ArgumentError
-from hvdlite.tools.advise.link import DEFAULT_LATENCY, Link
-from hvdlite.tools.advise.model import Model
-from hvdlite.tools.advise.strategies import Strategy
+from hvdlite.tools.advise.link import DEFAULT_LATENCY, NetworkLink
+from hvdlite.tools.advise.model import CostModel
+from hvdlite.tools.advise.strategies import TrainingStrategy
 
 _DECADES = 6.0, 11.0
 _POINTS = 20
 """The picture has bandwidths from 10^6 to 10^11 bit/s, so many for each power of ten."""
 
 
-def crossings(model: Model, strategies: Sequence[Strategy]) -> list[tuple[float, Strategy, Strategy]]:
+def crossings(
+    model: CostModel, strategies: Sequence[TrainingStrategy]
+) -> list[tuple[float, TrainingStrategy, TrainingStrategy]]:
     """Return where another strategy becomes the fastest: the bandwidth in bit/s, the one before, and the one from there on.
 
     Args:
@@ -46,16 +48,16 @@ def bandwidths() -> list[float]:
     return [10 ** (first + number / _POINTS) for number in range(count + 1)]
 
 
-def _rate(model: Model) -> Callable[[Strategy, float], float]:
-    link = model.cluster.link or Link(DEFAULT_LATENCY, 1.0)
+def _rate(model: CostModel) -> Callable[[TrainingStrategy, float], float]:
+    link = model.cluster.link or NetworkLink(DEFAULT_LATENCY, 1.0)
 
-    def rate(strategy: Strategy, bits: float) -> float:
+    def rate(strategy: TrainingStrategy, bits: float) -> float:
         return model.with_link(replace(link, seconds_per_byte=8 / bits)).estimate(strategy).rate
 
     return rate
 
 
-def plot(model: Model, strategies: Sequence[Strategy], path: Path) -> None:
+def plot(model: CostModel, strategies: Sequence[TrainingStrategy], path: Path) -> None:
     """Draw the time in which all ranks have used a batch each, by the bandwidth, with the points where the fastest one changes.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 from hvdlite.protocols import TensorInfo
 from hvdlite.tensors.reduction import nbytes_of
 from hvdlite.tools.advise.exchanges import ExchangeCost
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 
 WHOLE = "whole gradients"
 """The `Profile.strategy` of a program that combines whole gradients, all of them in the step."""
@@ -73,7 +73,7 @@ class Profile:
     compressed: Mapping[str, Compressed]
     copy: float
     meeting: float
-    link: Link | None
+    link: NetworkLink | None
     spare_core: bool
     whole_update: bool
 
@@ -142,7 +142,7 @@ class Profile:
             steps=tuple(tuple(MeasuredStep(**step) for step in own) for own in said.pop("steps")),
             ready=tuple(said.pop("ready")),
             compressed=compressed,
-            link=None if link is None else Link(**link),
+            link=None if link is None else NetworkLink(**link),
             **said,
         )
 

@@ -18,7 +18,7 @@ from hvdlite.protocols import TensorInfo
 from hvdlite.runtime.group import Group
 from hvdlite.tools.advise.calibrate import Measured, measure, slowest
 from hvdlite.tools.advise.profile import MeasuredStep, Profile
-from hvdlite.tools.advise.strategies import Strategy, parse_strategy
+from hvdlite.tools.advise.strategies import TrainingStrategy, parse_strategy
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MeasuringRequest:
         return Path(self.path).with_suffix(".steps")
 
     @property
-    def tried(self) -> list[Strategy]:
+    def tried(self) -> list[TrainingStrategy]:
         """The strategies whose computation is tried out."""
         return [parse_strategy(name) for name in self.strategies]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdlite.tools.advise.model import Estimate, Model
+from hvdlite.tools.advise.model import CostModel, Estimate
 from hvdlite.tools.advise.profile import WHOLE
 from hvdlite.tools.advise.strategies import KINDS
 
@@ -29,7 +29,7 @@ def choose(estimates: Sequence[Estimate]) -> Estimate:
     return min(found, key=lambda each: (list(KINDS).index(each.strategy.kind), -each.strategy.kept))
 
 
-def text(model: Model, estimates: Sequence[Estimate]) -> str:
+def text(model: CostModel, estimates: Sequence[Estimate]) -> str:
     """Return the table and the recommendation.
 
     Args:
@@ -40,7 +40,7 @@ def text(model: Model, estimates: Sequence[Estimate]) -> str:
     return f"{heading}\n\n{_table(model, estimates)}\n\n{_recommendation(model, estimates)}\n"
 
 
-def _heading(model: Model) -> str:
+def _heading(model: CostModel) -> str:
     profile, cluster = model.profile, model.cluster
     where = "which share memory"
     if cluster.link is not None:
@@ -55,7 +55,7 @@ def _heading(model: Model) -> str:
     )
 
 
-def _left_out(model: Model, estimates: Sequence[Estimate]) -> str:
+def _left_out(model: CostModel, estimates: Sequence[Estimate]) -> str:
     """What the program's own step has more than the table's row of the same strategy, for the link that was measured."""
     measured = model.profile.measured
     same = next((each.seconds for each in estimates if each.strategy.kind == "gradients"), measured)
@@ -67,7 +67,7 @@ def _left_out(model: Model, estimates: Sequence[Estimate]) -> str:
     )
 
 
-def _table(model: Model, estimates: Sequence[Estimate]) -> str:
+def _table(model: CostModel, estimates: Sequence[Estimate]) -> str:
     plain = next((each for each in estimates if each.strategy.kind == "gradients"), estimates[0])
     rows = [["", "step", "sent per step and rank", "speed", "lost in an update"]]
     for each in sorted(estimates, key=lambda each: -each.rate):
@@ -88,7 +88,7 @@ def _table(model: Model, estimates: Sequence[Estimate]) -> str:
     return "\n".join(lines)
 
 
-def _recommendation(model: Model, estimates: Sequence[Estimate]) -> str:
+def _recommendation(model: CostModel, estimates: Sequence[Estimate]) -> str:
     chosen, fastest = choose(estimates), max(estimates, key=lambda each: each.rate)
     plain = next((each for each in estimates if each.strategy.kind == "gradients"), chosen)
     waits = plain.exchange / plain.seconds

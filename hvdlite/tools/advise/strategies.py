@@ -1,4 +1,4 @@
-"""`Strategy`: a way for ranks to train together, by the name that a user gives, and what it changes in the training."""
+"""`TrainingStrategy`: a way for ranks to train together, by the name that a user gives, and what it changes in the training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True)
-class Strategy:
+class TrainingStrategy:
     """A way to train.
 
     Attributes:
@@ -74,7 +74,7 @@ class Strategy:
         return self.about.how.format('"sharded"' if servers else f"{self.number:g}")
 
 
-def parse_strategy(text: str) -> Strategy:
+def parse_strategy(text: str) -> TrainingStrategy:
     """Read a name such as "fp16", "powersgd:8", "localsgd" or "async:1" (one rank only serves).
 
     Raises:
@@ -86,7 +86,7 @@ def parse_strategy(text: str) -> Strategy:
         names = ", ".join(name if one.number is None else f"{name}:{one.number:g}" for name, one in KINDS.items())
         raise ArgumentError(f"strategy {text!r}: expected one of {names}, or one of these with another number.")
     if about.number is None:
-        return Strategy(kind)
+        return TrainingStrategy(kind)
     try:
         value = float(number) if colon else about.number
     except ValueError:
@@ -98,7 +98,7 @@ def parse_strategy(text: str) -> Strategy:
             f"strategy {text!r}: expected {f'a whole number from {least} on' if whole else 'a part above 0, at most 1'} after "
             "the colon."
         )
-    return Strategy(kind, value)
+    return TrainingStrategy(kind, value)
 
 
 USUAL = tuple(

@@ -103,10 +103,10 @@ def add_doctor(commands: Any) -> None:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Run ``hvdlite doctor``, and return its exit code."""
-    from hvdlite.tools.doctor import Options, doctor
+    from hvdlite.tools.doctor import DoctorOptions, doctor
 
     return doctor(
-        Options(
+        DoctorOptions(
             Where.of(options),
             options.program,
             options.words,

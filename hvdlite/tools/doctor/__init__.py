@@ -17,7 +17,7 @@ What is observed is plain data, and pure functions make findings of it::
 
 from __future__ import annotations
 
-from hvdlite.tools.doctor.command import Options, doctor
+from hvdlite.tools.doctor.command import DoctorOptions, doctor
 from hvdlite.tools.doctor.finding import Finding, Severity
 
-__all__ = ["Finding", "Options", "Severity", "doctor"]
+__all__ = ["DoctorOptions", "Finding", "Severity", "doctor"]

@@ -16,7 +16,7 @@ from hvdlite.launch.allocation import Hosts, choose_hosts
 from hvdlite.launch.job.ssh import options as ssh_options
 from hvdlite.launch.where import Where
 from hvdlite.tools.advise.command import measure
-from hvdlite.tools.advise.link import Link, parse_link
+from hvdlite.tools.advise.link import NetworkLink, parse_link
 from hvdlite.tools.advise.profile import Profile
 from hvdlite.tools.doctor import inside, job, report, rules
 from hvdlite.tools.doctor.facts import HostFacts, InstallFacts
@@ -37,7 +37,7 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Options:
+class DoctorOptions:
     """What the user asks for.
 
     Attributes:
@@ -63,7 +63,7 @@ class Options:
     plot: Path | None = None
 
 
-def doctor(options: Options) -> int:
+def doctor(options: DoctorOptions) -> int:
     """Examine, print what is found, and return the exit code: 1 if training cannot run, 130 after Ctrl-C, else 0.
 
     Raises:
@@ -87,7 +87,7 @@ def doctor(options: Options) -> int:
     return examination.run(request)
 
 
-def _checked(options: Options) -> Link | None:
+def _checked(options: DoctorOptions) -> NetworkLink | None:
     if (options.parameters is None) != (options.step_seconds is None):
         raise ArgumentError("--parameters and --step-seconds describe a model together: give both, or a program.")
     if options.program is not None and options.parameters is not None:
@@ -116,7 +116,7 @@ class Examination:
         progress: Says what is being done.
     """
 
-    def __init__(self, options: Options, link: Link | None) -> None:
+    def __init__(self, options: DoctorOptions, link: NetworkLink | None) -> None:
         self._options, self._link = options, link
         self._began = time.monotonic()
         self.progress = Progress()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 from hvdlite.tools.doctor import rules
 from hvdlite.tools.doctor.facts import HostFacts, MpiFacts, RankFacts
 from hvdlite.tools.doctor.finding import Finding
@@ -50,7 +50,7 @@ class Heard:
         self.hosts: dict[int, HostFacts] = {}
         self.mpi: dict[int, MpiFacts] = {}
         self.ranks: dict[int, RankFacts] = {}
-        self.links: dict[Pair, Link] = {}
+        self.links: dict[Pair, NetworkLink] = {}
         self.tried: list[str] = []
         self.failed: dict[int, dict[str, str]] = {}
         self.step: dict[str, Any] | None = None
@@ -76,7 +76,7 @@ class Heard:
             rank = RankFacts.unpack(value)
             self.ranks[rank.rank] = rank
         elif kind == "links":
-            self.links = {(one, other): Link(latency, beta) for one, other, latency, beta in value}
+            self.links = {(one, other): NetworkLink(latency, beta) for one, other, latency, beta in value}
         elif kind == "operations":
             self.tried = value["tried"]
             self.failed[value["rank"]] = value["failed"]

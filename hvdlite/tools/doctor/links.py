@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.protocols import Transport
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 
 MOST_RANKS = 16
 """Among so many ranks every pair is measured. Of more ranks, some are chosen (`chosen`)."""
@@ -51,7 +51,7 @@ def chosen(nodes: Sequence[int], most: int = MOST_RANKS) -> list[int]:
 
 def measure_links(
     transport: Transport, ranks: Sequence[int], progress: Callable[[Pair, int, int], None] = lambda pair, done, of: None
-) -> dict[Pair, Link]:
+) -> dict[Pair, NetworkLink]:
     """Measure the links between some ranks in both directions. All ranks of `transport` call this.
 
     Args:
@@ -66,7 +66,7 @@ def measure_links(
         _obey(transport)
         return {}
     pairs = [(one, other) for one, other in itertools.combinations(sorted(ranks), 2)]
-    found: dict[Pair, Link] = {}
+    found: dict[Pair, NetworkLink] = {}
     for done, (one, other) in enumerate(pairs):
         progress((one, other), done, len(pairs))
         answers = []
@@ -79,7 +79,7 @@ def measure_links(
             answers.append(_next(transport))
         for answer in answers:
             if answer is not None:
-                found |= {(one, other): Link(*answer[0]), (other, one): Link(*answer[1])}
+                found |= {(one, other): NetworkLink(*answer[0]), (other, one): NetworkLink(*answer[1])}
     for rank in range(1, transport.size):
         transport.post(json.dumps({"peer": None}).encode(), rank)
     return found

@@ -1,6 +1,6 @@
 """Observes this process and its host: limits, memory, cores, packages. Nothing here needs MPI.
 
-Everything is read below `Places`, so that a test can show another host.
+Everything is read below `HostSources`, so that a test can show another host.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PROGRAMS, _SHOWN = 5, 60
 
 
 @dataclass(frozen=True)
-class Places:
+class HostSources:
     """Where a host is observed.
 
     Attributes:
@@ -67,14 +67,14 @@ class Places:
     getrlimit: Callable[[int], tuple[int, int]] = resource.getrlimit
 
 
-def observe(places: Places | None = None, broken: Mapping[str, str] | None = None) -> HostFacts:
+def observe(places: HostSources | None = None, broken: Mapping[str, str] | None = None) -> HostFacts:
     """Return what this process sees of itself and of its host.
 
     Args:
         places: Where to look; here if None.
         broken: Why the import of packages fails, by name (`hvdlite.tools.doctor.imports`).
     """
-    places = places or Places()
+    places = places or HostSources()
     group, available = _cgroup_memory(places), _available(places)
     return HostFacts(
         host=socket.gethostname(),
@@ -108,7 +108,7 @@ def _limit(value: int) -> int:
     return UNLIMITED if value == resource.RLIM_INFINITY else value
 
 
-def _shm(places: Places) -> tuple[int, int] | None:
+def _shm(places: HostSources) -> tuple[int, int] | None:
     try:
         found = places.statvfs(places.shm)
     except OSError:
@@ -116,14 +116,14 @@ def _shm(places: Places) -> tuple[int, int] | None:
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-def _available(places: Places) -> int:
+def _available(places: HostSources) -> int:
     for line in _lines(places.proc / "meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _folders(places: Places, controller: str) -> list[Path]:
+def _folders(places: HostSources, controller: str) -> list[Path]:
     """Return the folders of this process's cgroup and of those around it, for cgroup 2 and, if it has a `controller`, 1.
 
     In a container the path that the process is told may be one of the host's, which is not there: then the root counts.
@@ -141,11 +141,11 @@ def _folders(places: Places, controller: str) -> list[Path]:
     return [folder for folder in found if folder.is_dir()]
 
 
-def _roots(places: Places) -> tuple[Path, Path]:
+def _roots(places: HostSources) -> tuple[Path, Path]:
     return places.sys / "fs/cgroup", places.sys / "fs/cgroup/unified"
 
 
-def _cgroup_memory(places: Places) -> int | None:
+def _cgroup_memory(places: HostSources) -> int | None:
     """Return the bytes that the cgroup has left; None for no limit."""
     left = []
     for folder in _folders(places, "memory"):
@@ -156,7 +156,7 @@ def _cgroup_memory(places: Places) -> int | None:
     return min(left, default=None)
 
 
-def _cgroup_quota(places: Places) -> float | None:
+def _cgroup_quota(places: HostSources) -> float | None:
     """Return how many cores the cgroup may use at a time; None for no limit."""
     quotas = []
     for folder in _folders(places, "cpu"):
@@ -189,7 +189,7 @@ def _lines(path: Path) -> list[str]:
 def watch(
     seconds: float,
     ours: Sequence[int],
-    places: Places | None = None,
+    places: HostSources | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[dict[str, float], tuple[tuple[int, str, float], ...]]:
     """Look for some seconds what runs on this host, without doing anything.
@@ -204,7 +204,7 @@ def watch(
         For each core that this process may use, which part of the time it was busy; and the programs that used most of the
         cores: process id, name, and how many cores each used.
     """
-    places = places or Places()
+    places = places or HostSources()
     before, began = (_core_ticks(places), _program_ticks(places)), time.monotonic()
     sleep(seconds)
     took = max(time.monotonic() - began, 1e-3)
@@ -224,12 +224,12 @@ def watch(
     return busy, tuple(programs[:_PROGRAMS])
 
 
-def _command_line(places: Places, pid: int) -> str:
+def _command_line(places: HostSources, pid: int) -> str:
     """Return the beginning of a program's command line; nothing for a thread of the kernel."""
     return " ".join(" ".join(_lines(places.proc / str(pid) / "cmdline")).replace("\0", " ").split())[:_SHOWN]
 
 
-def _core_ticks(places: Places) -> dict[str, tuple[int, int]]:
+def _core_ticks(places: HostSources) -> dict[str, tuple[int, int]]:
     """Return for each core how many ticks it was busy and idle."""
     found = {}
     for line in _lines(places.proc / "stat"):
@@ -241,7 +241,7 @@ def _core_ticks(places: Places) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _program_ticks(places: Places) -> dict[int, tuple[str, int]]:
+def _program_ticks(places: HostSources) -> dict[int, tuple[str, int]]:
     """Return for each process its name, and the ticks that it has computed."""
     found = {}
     for entry in places.proc.glob("[0-9]*"):

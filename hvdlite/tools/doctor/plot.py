@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdlite.errors import ArgumentError
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 from hvdlite.tools.doctor.links import Pair
 
 
@@ -24,7 +24,7 @@ def check_plot() -> None:
         raise ArgumentError("--plot needs matplotlib: pip install matplotlib") from None
 
 
-def plot(links: Mapping[Pair, Link], hosts: Sequence[str], path: Path) -> None:
+def plot(links: Mapping[Pair, NetworkLink], hosts: Sequence[str], path: Path) -> None:
     """Draw latency and bandwidth between ranks. The rows send, the columns receive; lines divide the hosts.
 
     Args:
@@ -43,7 +43,7 @@ def plot(links: Mapping[Pair, Link], hosts: Sequence[str], path: Path) -> None:
     edges = [at - 0.5 for at in range(1, len(ranks)) if hosts[ranks[at]] != hosts[ranks[at - 1]]]
     side = max(3.2, 1.2 + 0.6 * len(ranks))
     picture, both = plt.subplots(1, 2, figsize=(2 * side + 2, side + 0.6), layout="constrained")
-    shown: tuple[tuple[str, str, Callable[[Link], float]], ...] = (
+    shown: tuple[tuple[str, str, Callable[[NetworkLink], float]], ...] = (
         ("latency, µs", "viridis_r", lambda link: 1e6 * link.latency),
         ("bandwidth, Gbit/s", "viridis", lambda link: link.bits_per_second / 1e9),
     )

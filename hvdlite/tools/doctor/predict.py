@@ -9,8 +9,8 @@ from typing import Any
 
 from hvdlite.protocols import TensorInfo
 from hvdlite.tools.advise.exchanges import ExchangeCost
-from hvdlite.tools.advise.link import Link
-from hvdlite.tools.advise.model import Model
+from hvdlite.tools.advise.link import NetworkLink
+from hvdlite.tools.advise.model import CostModel
 from hvdlite.tools.advise.profile import WHOLE, Compressed, MeasuredStep, Profile
 from hvdlite.tools.advise.strategies import parse_strategy
 from hvdlite.tools.doctor.probe import tensors
@@ -20,7 +20,7 @@ _PLAIN = parse_strategy("gradients")
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedStep:
     """The prediction for some ranks.
 
     Attributes:
@@ -51,10 +51,10 @@ class Prediction:
         checked: The parameters of the model that was measured, if it is a part of the one in `rows`; else None.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PredictedStep, ...]
     predicted: float
     measured: float | None
-    link: Link
+    link: NetworkLink
     source: str
     checked: int | None = None
 
@@ -83,7 +83,7 @@ def made_up(parameters: int, step_seconds: float, hosts: Sequence[int], measured
         compressed={"gradients": Compressed(0.0, (ExchangeCost("allreduce", 4 * parameters),))},
         copy=said["copy"],
         meeting=said["meeting"],
-        link=None if said["link"] is None else Link(**said["link"]),
+        link=None if said["link"] is None else NetworkLink(**said["link"]),
         spare_core=False,
         whole_update=True,
     )
@@ -93,7 +93,7 @@ def made_up(parameters: int, step_seconds: float, hosts: Sequence[int], measured
     return replace(profile, link=_fitted(smaller, profile.link, said["smaller_seconds"]))
 
 
-def _fitted(profile: Profile, link: Link, seconds: float) -> Link:
+def _fitted(profile: Profile, link: NetworkLink, seconds: float) -> NetworkLink:
     """Return the link with which the exchange of a model takes so long as it did."""
 
     def predicted(seconds_per_byte: float) -> float:
@@ -124,7 +124,7 @@ def held_out(profile: Profile) -> tuple[Profile, float]:
     return replace(profile, steps=usual), measured
 
 
-def step(profile: Profile, ranks: int, per_host: int, link: Link) -> Row:
+def step(profile: Profile, ranks: int, per_host: int, link: NetworkLink) -> PredictedStep:
     """Return the prediction for some ranks.
 
     Args:
@@ -135,12 +135,12 @@ def step(profile: Profile, ranks: int, per_host: int, link: Link) -> Row:
     """
     alone = profile.compute_together + profile.update
     if ranks == 1:
-        return Row(1, 1, alone, 0.0, 1.0)
+        return PredictedStep(1, 1, alone, 0.0, 1.0)
     here = min(per_host, ranks)
     shown = replace(profile, hosts=tuple(rank // here for rank in range(ranks)))
-    model = Model(shown, link if here < ranks else None, here)
+    model = CostModel(shown, link if here < ranks else None, here)
     seconds = model.estimate(_PLAIN).seconds
-    return Row(ranks, ranks // here, seconds, seconds - alone, alone / seconds)
+    return PredictedStep(ranks, ranks // here, seconds, seconds - alone, alone / seconds)
 
 
 def counts(per_host: int, most: int = MOST_RANKS) -> list[int]:
@@ -158,8 +158,8 @@ def counts(per_host: int, most: int = MOST_RANKS) -> list[int]:
 def predict(
     profile: Profile,
     measured: float | None,
-    given: Link | None,
-    seen: Link | None,
+    given: NetworkLink | None,
+    seen: NetworkLink | None,
     part: Profile | None = None,
 ) -> Prediction:
     """Predict the step on 1 … 1024 ranks.
@@ -184,7 +184,7 @@ def predict(
             "measured between ranks of this host, so as if the network were as fast: give --link for yours",
         )
     else:
-        link, source = Link(0.0, 1e-12), "none was measured: give --link"
+        link, source = NetworkLink(0.0, 1e-12), "none was measured: give --link"
     if per_host * hosts != profile.ranks:
         source += "; hosts have different numbers of ranks, so each rank counts as a host"
     rows = tuple(step(profile, ranks, per_host, link) for ranks in counts(per_host))

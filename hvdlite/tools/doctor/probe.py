@@ -214,7 +214,9 @@ def _step(say: Say, request: ProbeRequest) -> None:
         times.append(sum(_timed(request.step_seconds, whole)))
     if insides:
         # Sums take longer than copies, and ranks of a host take the memory's bandwidth from each other.
-        copies = 3 * (here - 1) / here  # in an exchange within a host, as hvdlite.tools.advise.model.Model counts them
+        copies = (
+            3 * (here - 1) / here
+        )  # in an exchange within a host, as hvdlite.tools.advise.model.CostModel counts them
         seconds = max(_usual(insides) - 2 * meeting, 1e-9)
         copy = seconds / (copies * 4 * max(1, elements // _SMALLER))
     mine = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 from hvdlite.tools.advise.report import ms
 from hvdlite.tools.doctor.facts import HostFacts, InstallFacts
 from hvdlite.tools.doctor.finding import Finding, Severity, sort
@@ -55,7 +55,7 @@ def overview(install: InstallFacts | None, here: HostFacts | None, heard: Heard)
     return "\n".join(lines)
 
 
-def matrix(links: Mapping[Pair, Link], hosts: Sequence[str]) -> str:
+def matrix(links: Mapping[Pair, NetworkLink], hosts: Sequence[str]) -> str:
     """Return the links as two tables: from the rank of the row to that of the column.
 
     Args:
@@ -64,7 +64,7 @@ def matrix(links: Mapping[Pair, Link], hosts: Sequence[str]) -> str:
     """
     ranks = sorted({rank for pair in links for rank in pair})
     blocks = []
-    shown: dict[str, Callable[[Link], float]] = {
+    shown: dict[str, Callable[[NetworkLink], float]] = {
         "latency, µs": lambda link: 1e6 * link.latency,
         "bandwidth, Gbit/s": lambda link: link.bits_per_second / 1e9,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvdlite.launch.job.ranks import Ranks
-from hvdlite.launcher_link.server import Connection
+from hvdlite.launcher_link.server import ControlConnection
 from hvdlite.launcher_link.session import Message, ProtocolError
 
 
@@ -27,10 +27,10 @@ class Elastic:
         self.on_commit: Callable[[int, int], None] | None = None
         self.has_left = False
         self._ranks = ranks
-        self._speaker: Connection | None = None
+        self._speaker: ControlConnection | None = None
         self._update = 0
 
-    def hear(self, connection: Connection, message: Message) -> None:
+    def hear(self, connection: ControlConnection, message: Message) -> None:
         """Act on a message "elastic", "committed" or "leaving".
 
         Raises:
@@ -51,7 +51,7 @@ class Elastic:
         elif self.on_commit is not None:
             self.on_commit(message.fields["call"], message.fields["number"])
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ControlConnection) -> None:
         """Note that a connection has ended."""
         if connection is self._speaker:
             self._speaker = None

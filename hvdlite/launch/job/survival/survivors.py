@@ -15,7 +15,7 @@ from hvdlite.errors import ranks_text
 from hvdlite.launch.job.failures import Failure
 from hvdlite.launch.job.ranks import Ranks
 from hvdlite.launcher_link.generation import Generation
-from hvdlite.launcher_link.server import Connection
+from hvdlite.launcher_link.server import ControlConnection
 from hvdlite.launcher_link.session import Message, ProtocolError
 
 _PATIENCE_SECONDS = 10.0
@@ -41,7 +41,7 @@ class Survivors:
         self._ranks, self._fail, self._explain = ranks, fail, explain
         self.allows: Callable[[Sequence[int]], str] | None = None
         self.grant: Callable[[Sequence[Failure]], Generation]
-        self._lines: dict[Connection, int] = {}
+        self._lines: dict[ControlConnection, int] = {}
         self._calls: dict[int, int] = {}
         """For each rank that is in an elastic function, which call of ``elastic.run`` that is."""
         self._again: set[int] = set()
@@ -52,7 +52,7 @@ class Survivors:
         """For how many of them there is a generation."""
         self._since = 0.0
 
-    def hear(self, connection: Connection, message: Message) -> None:
+    def hear(self, connection: ControlConnection, message: Message) -> None:
         """Act on a message "outlives", "again", "cannot", "together" or "over".
 
         Raises:
@@ -80,7 +80,7 @@ class Survivors:
                 if not self._losses:  # else it has been told, and comes again
                     self._calls.pop(number, None)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ControlConnection) -> None:
         """Note that a connection has ended."""
         self._calls.pop(self._lines.pop(connection, -1), None)
 

@@ -6,7 +6,7 @@ import time
 
 from hvdlite.launch.job.failures import Failure
 from hvdlite.launch.job.ranks import Rank, Ranks
-from hvdlite.launcher_link.server import Connection
+from hvdlite.launcher_link.server import ControlConnection
 from hvdlite.launcher_link.session import Message
 
 _SAVE_SECONDS = 1.2
@@ -26,7 +26,7 @@ class Trainings:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._listeners: dict[Connection, int] = {}
+        self._listeners: dict[ControlConnection, int] = {}
         self._dispensable: set[int] = set()
         self._savers: set[int] = set()
         self._saver: Rank | None = None
@@ -35,7 +35,7 @@ class Trainings:
         self.is_ending = False
         self.saved = ""
 
-    def hear(self, connection: Connection, message: Message) -> None:
+    def hear(self, connection: ControlConnection, message: Message) -> None:
         """Take the wishes of a rank: a message "training". They replace those that it has said before.
 
         Raises:
@@ -50,7 +50,7 @@ class Trainings:
         for loss in self.losses:
             self._tell(connection, loss)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ControlConnection) -> None:
         """Note that a connection has ended."""
         self._listeners.pop(connection, None)
 
@@ -74,7 +74,7 @@ class Trainings:
                 self._tell(connection, failure)
         return True
 
-    def _tell(self, connection: Connection, loss: Failure) -> None:
+    def _tell(self, connection: ControlConnection, loss: Failure) -> None:
         connection.send("lost", rank=loss.rank, text=loss.text.rstrip().rpartition("\n")[2])
 
     def describe(self) -> str:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.link import NetworkLink
 from hvdlite.tools.doctor.finding import Finding, warning
 from hvdlite.tools.doctor.links import Pair
 
@@ -21,24 +21,24 @@ LATE = 1e-3
 """The latency in seconds above which small messages count."""
 
 
-def between_hosts(links: Mapping[Pair, Link], hosts: Sequence[str]) -> dict[tuple[str, str], Link]:
+def between_hosts(links: Mapping[Pair, NetworkLink], hosts: Sequence[str]) -> dict[tuple[str, str], NetworkLink]:
     """Return the link from host to host: the fastest that any two ranks of them have had.
 
     Args:
         links: The links between ranks.
         hosts: For each rank, its host.
     """
-    found: dict[tuple[str, str], list[Link]] = defaultdict(list)
+    found: dict[tuple[str, str], list[NetworkLink]] = defaultdict(list)
     for (one, other), link in links.items():
         if hosts[one] != hosts[other]:
             found[hosts[one], hosts[other]].append(link)
     return {
-        pair: Link(min(each.latency for each in several), min(each.seconds_per_byte for each in several))
+        pair: NetworkLink(min(each.latency for each in several), min(each.seconds_per_byte for each in several))
         for pair, several in found.items()
     }
 
 
-def links(found: Mapping[Pair, Link], hosts: Sequence[str]) -> Iterator[Finding]:
+def links(found: Mapping[Pair, NetworkLink], hosts: Sequence[str]) -> Iterator[Finding]:
     """Find links that are slower than others of their kind.
 
     Args:
@@ -78,16 +78,16 @@ def links(found: Mapping[Pair, Link], hosts: Sequence[str]) -> Iterator[Finding]
         )
 
 
-def _slow(found: Mapping[P, Link]) -> list[P]:
+def _slow(found: Mapping[P, NetworkLink]) -> list[P]:
     if len(found) < 2:
         return []
     limit = SLOWER * usual(found.values()).seconds_per_byte
     return [pair for pair, link in found.items() if link.seconds_per_byte > limit]
 
 
-def usual(some: Collection[Link]) -> Link:
+def usual(some: Collection[NetworkLink]) -> NetworkLink:
     """Return the link with the lower medians of the latencies and of the seconds for a byte."""
-    return Link(
+    return NetworkLink(
         statistics.median_low(link.latency for link in some),
         statistics.median_low(link.seconds_per_byte for link in some),
     )
