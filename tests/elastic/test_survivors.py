@@ -36,6 +36,9 @@ class Wire:
         self.rank: int | None = None
         self.sent: list[tuple[str, dict[str, Any]]] = []
 
+    def belongs_to(self, rank: int) -> None:
+        self.rank = rank
+
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
         Message(kind, fields, payload).check()
         self.sent.append((kind, fields))
