@@ -14,6 +14,7 @@ tests/durations.json has the seconds that each file took; ``--renew-durations`` 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
@@ -32,6 +33,12 @@ PARTS = {"quick": ("quick",), "rest": ("rest",), "both": ("quick", "rest"), "eve
 def needs_tensorflow(path: Path) -> bool:
     """Whether a file of tests/spmd is about TensorFlow or Keras, where each rank traces functions, which takes long."""
     return path.name.startswith(("test_tf_", "test_keras_"))
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that is skipped where one of the frameworks above torch is not installed."""
+    reason = f"{package} is not installed: pip install -c constraints.txt -e '.[frameworks]'"
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
 
 
 def add_options(parser: pytest.Parser) -> None:

@@ -16,6 +16,7 @@ from hvdlite.tools.migrate import accelerate, ddp, horovod, strategy
 from hvdlite.tools.migrate.edits import Edits
 from hvdlite.tools.migrate.program import Program
 from tests.support.jobs import LIMIT, Start
+from tests.support.selection import needs
 
 DISTRIBUTED = """\
 import os
@@ -375,7 +376,9 @@ print("weights", *(w.ravel().tolist() for w in model.get_weights()))
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs(kind) if kind == "accelerate" else ()) for kind in WHOLE]
+)
 def test_the_new_program_trains_as_one_process_would(kind: str, tmp_path: Path, start: Start) -> None:
     new, edits = migrated(WHOLE[kind], kind)
     assert not by_hand(edits)

@@ -5,7 +5,6 @@ A loop with Accelerate is on docs/integrations.md, and tests/docs/test_pages.py 
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -17,14 +16,10 @@ from hvdlite.checks import how_to_install
 from hvdlite.errors import NotYetError
 from hvdlite.testing import on_ranks
 from tests.support.jobs import PROGRAMS, PROMPT, ROOT, Start, seconds_since_failure
+from tests.support.selection import needs
 
 LIMIT = 120.0
 """Seconds for one job. Each imports much more than others do, which takes a busy machine long."""
-
-
-def needs(package: str) -> pytest.MarkDecorator:
-    reason = f"{package} is not installed: pip install -c constraints.txt -e '.[frameworks]'"
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
 
 
 def python(code: str) -> str:
