@@ -105,12 +105,16 @@ def refuse_joined(done: str, ranks: Sequence[int], everybody: Sequence[Any]) -> 
     Raises:
         HvdliteError: A rank has joined. All ranks that have not joined raise it.
     """
-    absent = [rank for rank, each in zip(ranks, everybody, strict=True) if each is None]
-    if absent:
+    if absent := absent_ranks(ranks, everybody):
         raise HvdliteError(
             f"{ranks_text(absent)} called join() before the other ranks have {done}, which needs all ranks: do it before any "
             "rank calls join(), or after join() has returned."
         )
+
+
+def absent_ranks(ranks: Sequence[int], everybody: Sequence[Any]) -> list[int]:
+    """Return those of the ranks that have joined, so that None was gathered from them."""
+    return [rank for rank, each in zip(ranks, everybody, strict=True) if each is None]
 
 
 def ranks_by(values: Iterable[tuple[int, H]]) -> dict[H, list[int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
@@ -76,13 +76,17 @@ def _tell(parameters: Sequence[Any], called: str, how: str) -> None:
     with _lock:
         concerned = {exchange: has for exchange in _watched if (has := exchange.has()) & clipped}
         unwarned = [exchange for exchange in concerned if exchange not in _warned]
-    combined = set().union(*concerned.values())
-    others = [each for each in parameters if id(each) not in combined and each.grad is not None]
     for exchange in unwarned:
         warned = exchange.advise_on_clipping(called, how)
-        if not warned and others and called == "clip_grad_norm_":
+        if not warned and called == "clip_grad_norm_" and (others := _others(parameters, concerned.values())):
             exchange.advise_on_others(called, others)
             warned = True
         if warned:
             with _lock:
                 _warned.add(exchange)
+
+
+def _others(parameters: Sequence[Any], combined: Iterable[AbstractSet[int]]) -> list[Any]:
+    """Return the parameters with a gradient that none of these has."""
+    known = set().union(*combined)
+    return [each for each in parameters if id(each) not in known and each.grad is not None]

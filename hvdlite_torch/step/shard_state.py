@@ -11,7 +11,11 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.errors import ArgumentError, ranks_text
 from hvdlite.gradients.layout import Piece
+from hvdlite.ranks.together import absent_ranks
 from hvdlite_torch.tensors.sliced import State, copy_of, is_elementwise, local_of
+
+CALL = "state_dict() of a sharded optimizer, which every rank calls"
+"""What reports of a wait call the exchange of states: a rank may wait in it while the others train on."""
 
 
 class StateShard(NamedTuple):
@@ -51,17 +55,14 @@ def gather(
         ArgumentError: A rank has joined. It keeps its shard, which nobody else has.
     """
     mine = own_shard(optimizer, pieces, parameters, dealt, origin)
-    # Messages show this name if a rank waits and the other ranks train on.
-    name = "state_dict() of a sharded optimizer, which every rank calls"
-    everybody = hvdlite.allgather_object(mine, name=name, process_set=process_set)
+    everybody = hvdlite.allgather_object(mine, name=CALL, process_set=process_set)
     check_all_there(everybody, process_set.members)
     return everybody
 
 
 def check_all_there(everybody: Sequence[Any], ranks: Sequence[int]) -> None:
     """Raise ArgumentError if a rank has joined: it has said nothing, and nobody else has its shard."""
-    joined = [rank for rank, said in zip(ranks, everybody, strict=True) if said is None]
-    if joined:
+    if joined := absent_ranks(ranks, everybody):
         raise ArgumentError(
             f"The whole state of a sharded optimizer cannot be had, because {ranks_text(joined)} has joined, which has its "
             "part: call state_dict(), and freeze or thaw parameters, before any rank calls join(), or after it has returned."

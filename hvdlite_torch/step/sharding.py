@@ -16,7 +16,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite.gradients.header import digest
 from hvdlite.ranks.together import variants_text
 from hvdlite_torch.step.context import OptimizerContext
-from hvdlite_torch.step.shard_state import StateShard, check_all_there
+from hvdlite_torch.step.shard_state import CALL, StateShard, check_all_there
 from hvdlite_torch.step.shardable import check_shardable
 from hvdlite_torch.step.shards import ParameterShards
 
@@ -128,7 +128,7 @@ class Sharding:
     def _gather_origins(self) -> list[tuple[str, bool]]:
         """Return for each rank the origin of its state, and whether it has loaded one since the last step."""
         mine = (self._in_step.origin, self.shards.loaded is not None)
-        everybody = self._context.gather(mine, "state_dict() of a sharded optimizer, which every rank calls,")
+        everybody = self._context.gather(mine, f"{CALL},")
         check_all_there(everybody, self._context.ranks)
         return everybody
 
